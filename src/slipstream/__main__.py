@@ -1,0 +1,3 @@
+from slipstream.cli.main import run
+
+run()
