@@ -1,0 +1,1 @@
+"""Readers: files of profiler traces in, a Recording of Timelines out."""

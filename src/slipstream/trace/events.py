@@ -1,0 +1,357 @@
+"""Chrome-trace JSON as a stream of typed events, in memory that does not grow with the file.
+
+The array of events is cut at the text that stands between two events, events that no analysis needs (Python frames,
+flow arrows) are dropped before they are decoded, and the rest is decoded by msgspec into structs that skip every
+field not named here. A cut in the wrong place cannot pass: the pieces between two cuts would not be valid JSON. What
+does not decode is read again piece by piece, then by a tolerant decoder; what remains is counted as lost.
+
+Profilers have written invalid JSON in several ways (unescaped quotes and control characters, bad UTF-8, NaN,
+duplicate keys, integers beyond 64 bits, files cut off by a full disk); all of them are read as far as they go.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from slipstream.core.errors import TraceError
+
+Scalar = int | str | float | bool | None
+
+_NOTHING = msgspec.Raw(b"")
+
+
+class Args(msgspec.Struct, gc=False):
+    """The fields of an event's `args` that some analysis reads. `Raw` where only the text matters."""
+
+    external_id: Scalar = msgspec.field(name="External id", default=None)
+    correlation: Scalar = None
+    device: Scalar = None
+    stream: Scalar = None
+    input_dims: msgspec.Raw = msgspec.field(name="Input Dims", default=_NOTHING)
+    input_type: msgspec.Raw = msgspec.field(name="Input type", default=_NOTHING)
+    grid: msgspec.Raw = _NOTHING
+    collective: Scalar = msgspec.field(name="Collective name", default=None)
+    elements_in: Scalar = msgspec.field(name="In msg nelems", default=None)
+    elements_out: Scalar = msgspec.field(name="Out msg nelems", default=None)
+    group_size: Scalar = msgspec.field(name="Group size", default=None)
+    dtype: Scalar = None
+    group_name: Scalar = msgspec.field(name="Process Group Name", default=None)
+    group_description: Scalar = msgspec.field(name="Process Group Description", default=None)
+    group_ranks: msgspec.Raw = msgspec.field(name="Process Group Ranks", default=_NOTHING)
+    sequence: Scalar = msgspec.field(name="Seq", default=None)
+    name: Scalar = None
+    labels: Scalar = None
+
+
+class Event(msgspec.Struct, gc=False):
+    """One event. Times stay decimal text: as floats, microseconds since 1970 are wrong by tens of nanoseconds."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    pid: msgspec.Raw = _NOTHING
+    tid: msgspec.Raw = _NOTHING
+    ts: msgspec.Raw = _NOTHING
+    dur: msgspec.Raw = _NOTHING
+    args: Args | None = None
+
+
+METADATA_KEYS = (
+    "schemaVersion",
+    "distributedInfo",
+    "deviceProperties",
+    "traceName",
+    "host_name",
+    "baseTimeNanoseconds",
+    "record_shapes",
+    "with_stack",
+    "cuda_runtime_version",
+    "cuda_driver_version",
+    "hip_runtime_version",
+    "roctracer_version",
+    "trace_id",
+)
+"""Top-level keys that are read, wherever they stand: before or after the events."""
+
+_BLOCK = 4 << 20
+_METADATA_LIMIT = 64 << 20
+_ARRAY = re.compile(rb'"traceEvents"\s*:\s*\[')
+_FIRST_KEY = re.compile(rb'\{\s*("(?:[^"\\]|\\.){1,40}")\s*:')
+_EVENT_START = re.compile(r'\{\s*"(?:ph|cat|name|pid|tid|ts|dur)"\s*:')
+_NAME_WITH_QUOTES = re.compile(r'("name"\s*:\s*")(.*?)("\s*,\s*"(?:pid|ph|cat|tid|ts|dur|args|id)"\s*:)', re.DOTALL)
+_CONTROLS = dict.fromkeys(range(32), " ")
+_BLOCKING_PYTHON = (b"method wait of", b"method synchronize of")
+
+_decode_events = msgspec.json.Decoder(list[Event]).decode
+_tolerant = json.JSONDecoder(strict=False, parse_float=str)
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+class EventStream:
+    """Events of one trace file, a block at a time.
+
+    After `blocks` is exhausted: `metadata` holds the top-level keys, `lost_bytes` what could not be read, `repaired`
+    how many events were mended, `complete` whether the array of events was closed, `total_bytes` what came in.
+    """
+
+    def __init__(self, chunks: Iterator[bytes], name: str) -> None:
+        self._chunks = chunks
+        self._name = name
+        self.metadata: dict[str, Any] = {}
+        self.total_bytes = 0
+        self.lost_bytes = 0
+        self.repaired = 0
+        self.complete = False
+
+    def blocks(self) -> Iterator[list[Event]]:
+        """Lists of events in the order of the file; Python frames and flow events are left out."""
+        rest = self._find_array()
+        cutter: _Cutter | None = None
+        at_end = False
+        while not at_end and not self.complete:
+            rest, at_end = self._fill(rest)
+            cutter = cutter or _Cutter.learn(rest)
+            if cutter is not None and (cut := rest.rfind(cutter.separator)) > 0:
+                body, rest = rest[:cut], rest[cut + cutter.opening_at :]
+                events, unread = self._decode(body, cutter)
+                rest = unread + rest
+                yield events
+                if self.complete or not at_end:
+                    continue
+            if at_end or cutter is None or len(rest) > _METADATA_LIMIT:
+                events, rest = self._salvage(rest, final=at_end)
+                yield events
+        self._finish(rest)
+
+    def _read(self) -> bytes:
+        chunk = next(self._chunks, b"")
+        self.total_bytes += len(chunk)
+        return chunk
+
+    def _fill(self, rest: bytes) -> tuple[bytes, bool]:
+        """Read until `rest` has grown by a block. The flag says that the file has ended."""
+        parts, size = [rest], 0
+        while size < _BLOCK:
+            chunk = self._read()
+            if not chunk:
+                return b"".join(parts), True
+            parts.append(chunk)
+            size += len(chunk)
+        return b"".join(parts), False
+
+    def _find_array(self) -> bytes:
+        """Read up to the array of events; what stands before it is metadata."""
+        head, searched = b"", 0
+        while True:
+            chunk = self._read()
+            head += chunk
+            start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+            if start == b"[":
+                return head[head.index(b"[") + 1 :]
+            if start and start != b"{":
+                raise TraceError(
+                    f"is not a profiler trace: JSON was expected, it begins with {head[:24]!r}",
+                    where=self._name,
+                    do="give the file that torch.profiler's export_chrome_trace wrote",
+                )
+            if found := _ARRAY.search(head, max(searched - 64, 0)):
+                self._take_metadata(head[: found.start()])
+                return head[found.end() :]
+            searched = len(head)
+            if not chunk or searched > _METADATA_LIMIT:
+                raise TraceError(
+                    'holds no "traceEvents"'
+                    + (f" ({self.total_bytes} bytes read)" if chunk or head else ": it is empty"),
+                    where=self._name,
+                    do="give a Chrome trace (torch.profiler, export_chrome_trace); record it again if it was cut off",
+                )
+
+    def _decode(self, body: bytes, cutter: _Cutter) -> tuple[list[Event], bytes]:
+        """Decode whole events. Returns them and, if the array ended in here, the text from where it did."""
+        kept = cutter.kept(body)
+        try:
+            return _decode_events(cutter.whole(kept)), b""
+        except _UNREADABLE:
+            return self._decode_each(kept, cutter)
+
+    def _decode_each(self, pieces: list[bytes], cutter: _Cutter) -> tuple[list[Event], bytes]:
+        events: list[Event] = []
+        for index, piece in enumerate(pieces):
+            try:
+                events += _decode_events(cutter.whole([piece]))
+                continue
+            except _UNREADABLE:
+                mended, rest = self._salvage(cutter.opening + piece + b"}", final=True)
+            events += mended
+            if self.complete:
+                return events, cutter.separator.join([rest, *pieces[index + 1 :]])
+        return events, b""
+
+    def _salvage(self, raw: bytes, *, final: bool) -> tuple[list[Event], bytes]:
+        """Read events one by one from text that may be damaged, may hold the end of the array, or may be cut off.
+
+        Unless `final`, an event that does not decode is taken to be incomplete and is returned as the rest.
+        """
+        text = raw.decode("utf-8", "replace")
+        events: list[Event] = []
+        at, end = 0, len(text)
+        while True:
+            while at < end and text[at] in " \t\r\n,":
+                at += 1
+            if at >= end:
+                return events, b""
+            if text[at] == "]":
+                self.complete = True
+                return events, text[at + 1 :].encode()
+            try:
+                found, at = _tolerant.raw_decode(text, at)
+                events.append(_event_from(found))
+                continue
+            except _UNREADABLE:
+                following = _EVENT_START.search(text, at + 1)
+            if not final and (not following or end - at < _BLOCK):
+                return events, text[at:].encode()
+            stop = following.start() if following else end
+            mended = _mended(text[at:stop]) or (_mended(text[at:end]) if not following else None)
+            if mended is not None:
+                events.append(mended)
+                self.repaired += 1
+            elif not following and (closing := text.rfind("}", at, end)) > at and "]" in text[closing:]:
+                self.lost_bytes += closing + 1 - at
+                at = closing + 1
+                continue
+            else:
+                self.lost_bytes += len(text[at:stop].encode())
+            at = stop
+
+    def _finish(self, rest: bytes) -> None:
+        if not self.complete:
+            return
+        parts, size = [rest], len(rest)
+        while size < _METADATA_LIMIT and (chunk := self._read()):
+            parts.append(chunk)
+            size += len(chunk)
+        self._take_metadata(b"".join(parts))
+
+    def _take_metadata(self, raw: bytes) -> None:
+        """Find the known keys one by one: a log line with a bad quote in it must not cost the others."""
+        text = raw.decode("utf-8", "replace")
+        for key in METADATA_KEYS:
+            if key in self.metadata or not (found := re.search(rf'"{key}"\s*:\s*', text)):
+                continue
+            try:
+                self.metadata[key] = _tolerant.raw_decode(text, found.end())[0]
+            except (ValueError, RecursionError):
+                continue
+
+
+class _Cutter:
+    """Knows the exact text between two events of one file, which one program wrote in one way."""
+
+    def __init__(self, separator: bytes, first_key: bytes, lead: bytes) -> None:
+        self.separator = separator
+        self.opening_at = separator.index(b"{")
+        self.opening = separator[self.opening_at :]
+        self._first_key = first_key
+        space = lead[: len(lead) - len(lead.lstrip())]
+        flows = tuple(space + ph for ph in (b'"s"', b'"f"', b'"t"')) if first_key == b'"ph"' else ()
+        frames = (lead + b'python_function"',) if lead else ()
+        self._skip = flows + frames
+
+    @classmethod
+    def learn(cls, text: bytes) -> _Cutter | None:
+        """Look at the first events; None if there are no two that begin with the same key."""
+        first = _FIRST_KEY.search(text)
+        if first is None:
+            return None
+        keys = dict.fromkeys((b'"ph"', first[1]))
+        for key in keys:
+            between = re.compile(rb"\}\s*,\s*\{\s*" + re.escape(key) + rb"\s*:")
+            seen = Counter(found[0] for found in between.finditer(text[: 1 << 20]))
+            if seen:
+                separator = seen.most_common(1)[0][0]
+                lead = re.search(re.escape(separator) + rb'(\s*"X"\s*,\s*"cat"\s*:\s*")', text)
+                return cls(separator, key, lead[1] if lead and key == b'"ph"' else b"")
+        return None
+
+    def kept(self, body: bytes) -> list[bytes]:
+        """Cut whole events apart, without their opening and closing, and leave out those that nothing needs."""
+        body = body.lstrip(b" \t\r\n,")
+        if body.startswith(self.opening):
+            body = body[len(self.opening) :]
+            pieces = body.split(self.separator)
+        else:
+            # The first event begins otherwise (another key, other spacing): let it ride as it is.
+            head, *pieces = body.split(self.separator)
+            pieces = [self._as_piece(head), *pieces]
+        skip = self._skip
+        if not skip:
+            return pieces
+        key, (wait, synchronize) = self._first_key, _BLOCKING_PYTHON
+        # A skipped piece must be one event, not several that the separator did not part.
+        return [p for p in pieces if not p.startswith(skip) or key in p or wait in p or synchronize in p]
+
+    def whole(self, pieces: list[bytes]) -> bytes:
+        """Pieces as a JSON array."""
+        if not pieces:
+            return b"[]"
+        return b"[" + self.opening + self.separator.join(pieces) + b"}]"
+
+    def _as_piece(self, event: bytes) -> bytes:
+        """An event that opens in its own way, as a piece that follows an empty event of our opening."""
+        return b'""}, ' + event
+
+
+def _event_from(found: Any) -> Event:
+    """Make an event from decoded JSON of any shape; what has the wrong type is left out."""
+    if not isinstance(found, dict):
+        return Event()
+    args = found.get("args")
+    return Event(
+        ph=_text(found.get("ph")),
+        cat=_text(found.get("cat")),
+        name=_text(found.get("name")),
+        args=_args_from(args) if isinstance(args, dict) else None,
+        **{key: _raw(found[key]) for key in ("pid", "tid", "ts", "dur") if key in found},
+    )
+
+
+def _args_from(found: dict[str, Any]) -> Args:
+    values: dict[str, Any] = {}
+    for info in msgspec.structs.fields(Args):
+        value = found.get(info.encode_name)
+        if value is None:
+            continue
+        if info.type is msgspec.Raw:
+            values[info.name] = _raw(value)
+        elif isinstance(value, str | int | float):
+            values[info.name] = value
+    return Args(**values)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else str(value)
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(value.encode("utf-8", "replace") if isinstance(value, str) else json.dumps(value).encode())
+
+
+def _mended(text: str) -> Event | None:
+    """An event whose name holds unescaped quotes, read after escaping them."""
+    text = text.translate(_CONTROLS).rstrip(" ,")
+    found = _NAME_WITH_QUOTES.search(text)
+    if not found:
+        return None
+    name = json.dumps(found[2])[1:-1]
+    try:
+        value, _ = _tolerant.raw_decode(text[: found.start()] + found[1] + name + found[3] + text[found.end() :])
+    except _UNREADABLE:
+        return None
+    return _event_from(value)
