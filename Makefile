@@ -57,7 +57,8 @@ clean: ## remove what was made, except .venv (remove that by hand to install ane
 	@echo "Installing Slipstream and its tools into .venv"
 	@$(BIN)/pip install --quiet --editable '.[dev]' --constraint constraints.txt || { \
 	    echo "torch could not be installed (see above): going on without it. Live tests will be skipped."; \
-	    $(BIN)/pip install --quiet --editable '.[parquet]' $$($(BIN)/python -c "$$DEV_TOOLS"); }
+	    $(BIN)/pip install --quiet --editable '.[parquet]' --constraint constraints.txt \
+	        $$($(BIN)/python -c "$$DEV_TOOLS"); }
 	@touch $@
 
 # The `dev` extra less Slipstream's own extras, and so less torch.
@@ -72,4 +73,5 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "Slipstream needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)."; \
 	    echo "Name another one: PYTHON=python3.12 make ..."; exit 1; }
-	$(PYTHON) -m venv .venv
+	@# A half-made one, as where ensurepip is missing, would pass for made the next time.
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
