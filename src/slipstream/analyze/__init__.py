@@ -1,0 +1,1 @@
+"""What a Recording means: pure functions from Timelines to small frozen results."""
