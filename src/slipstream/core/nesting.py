@@ -18,7 +18,8 @@ from slipstream.core.intervals import Int64Array
 class Segments:
     """Consecutive pieces of one thread: from `starts[i]` to `starts[i + 1]` the innermost range is `owner[i]`.
 
-    `owner` is -1 where no range is open. `parent[r]` is the range that was innermost when range `r` opened.
+    `owner` is -1 where no range is open; neighbours differ. `parent[r]` is the innermost range that holds all of
+    range `r`, -1 for none.
     """
 
     starts: Int64Array
@@ -33,46 +34,59 @@ class Segments:
         return np.where(index >= 0, self.owner[np.maximum(index, 0)], -1)
 
     def pieces(self) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """`(starts, ends, owner)` of the segments that belong to a range and are not empty."""
-        if not len(self.starts):
-            return self.starts, self.starts, self.owner
-        starts, ends, owner = self.starts[:-1], self.starts[1:], self.owner[:-1]
-        real = (owner >= 0) & (ends > starts)
-        return starts[real], ends[real], owner[real]
+        """`(starts, ends, owner)` of the segments that belong to a range."""
+        belongs = self.owner[:-1] >= 0
+        return self.starts[:-1][belongs], self.starts[1:][belongs], self.owner[:-1][belongs]
 
 
 def innermost(starts: Int64Array, ends: Int64Array) -> Segments:
-    """Cut a thread into segments by the innermost of the ranges `starts[i], ends[i]`.
+    """Cut a thread into segments by the innermost of the half-open ranges `starts[i], ends[i]`.
 
-    Ranges that share an edge nest by length. Where two ranges cross, which nested calls cannot do but clocks
-    sometimes make them do, the answer is one of the two.
+    Innermost is the range that opened last among those that are open; of those that open together the shortest,
+    and of equal ones the last row. An empty range (`end <= start`) owns nothing and holds nothing, but has a
+    parent. Calls nest; where clocks make two ranges cross all the same, the later one owns what they share and
+    neither is the parent of the other.
     """
-    count = len(starts)
-    if not count:
-        empty = np.empty(0, np.int64)
-        return Segments(empty, empty, empty)
-    ids = np.arange(count)
-    times = np.concatenate((starts, ends))
-    opens = np.concatenate((np.ones(count, np.int64), np.full(count, -1, np.int64)))
-    length = np.concatenate((ends - starts, ends - starts))
-    # At one instant: close before opening; open the longer first; close the shorter first; an empty range
-    # opens and closes at once, so it closes after the opening.
-    closing = np.where(opens < 0, np.where(length > 0, 0, 2), 1)
-    inner = np.where(opens > 0, -length, length)
-    order = np.lexsort((np.concatenate((ids, ids)), inner, closing, times))
-    depth = np.cumsum(opens[order])
-    opened = np.where(opens[order] > 0, np.concatenate((ids, ids))[order], -1)
+    order = np.lexsort((-ends, starts))
+    opened, closed = starts[order], ends[order]
 
-    # After an edge at depth d, the innermost range is the last one that opened at depth d.
-    by_depth = np.lexsort((np.arange(2 * count), depth))
-    latest = np.where(opened[by_depth] >= 0, np.arange(2 * count), -1)
-    latest = np.maximum.accumulate(latest)
-    owner = np.empty(2 * count, np.int64)
-    owner[by_depth] = np.where(latest >= 0, opened[by_depth][np.maximum(latest, 0)], -1)
-    owner[depth <= 0] = -1
+    edges = np.sort(np.concatenate((opened, closed)), kind="stable")
+    latest = np.searchsorted(opened, edges, side="right") - 1
+    owner = _last_above(closed, latest, edges)
+    changes = np.diff(owner, prepend=-1) != 0
 
-    before = np.concatenate(([-1], owner[:-1]))
-    parent = np.full(count, -1, np.int64)
-    is_open = opened >= 0
-    parent[opened[is_open]] = before[is_open]
-    return Segments(times[order], owner, parent)
+    # A parent opened earlier, is still open, and closes no earlier.
+    parent = np.empty(len(starts), np.int64)
+    parent[order] = _last_above(closed, np.arange(-1, len(starts) - 1), np.maximum(closed - 1, opened))
+    names = np.append(order, -1)
+    return Segments(edges[changes], names[owner[changes]], names[parent])
+
+
+def _last_above(values: Int64Array, upto: Int64Array, threshold: Int64Array) -> Int64Array:
+    """For each query, the largest `i <= upto` with `values[i] > threshold`, -1 for none.
+
+    Walks a tree of maxima from the leaf to the left until a block holds an answer, then down to it, all queries
+    at once: 2 log n rounds at most, and few for calls, whose answer is mostly near.
+    """
+    limits = np.iinfo(np.int64)
+    leaves = 1 << len(values).bit_length()
+    tree = np.full(2 * leaves, limits.min)
+    tree[leaves] = limits.max  # stands for "none", so that every walk ends
+    tree[leaves + 1 : leaves + 1 + len(values)] = values
+    level = leaves
+    while level > 1:
+        tree[level // 2 : level] = tree[level : 2 * level].reshape(-1, 2).max(axis=1)
+        level //= 2
+
+    node = upto + leaves + 1
+    active = np.flatnonzero(tree[node] <= threshold)
+    while len(active):
+        up = (node[active] - 1) >> 1  # holds the block to the left, and else only what is to be or was searched
+        node[active] = up
+        active = active[tree[up] <= threshold[active]]
+    active = np.flatnonzero(node < leaves)
+    while len(active):
+        right = 2 * node[active] + 1
+        node[active] = right - (tree[right] <= threshold[active])
+        active = active[right < leaves]
+    return node - leaves - 1
