@@ -8,15 +8,16 @@ the rank's totals: hidden + exposed = comm, and head + stall + tail = exposed.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.core.intervals import EMPTY, Int64Array, Intervals, owned, union
+from slipstream.core.intervals import Int64Array, Intervals, owned, union
 from slipstream.core.timeline import UNKNOWN, Kind, Phase, Timeline
 
-BoolArray = npt.NDArray[np.bool_]
+_FAR = 1 << 62
+"""Later than any time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,26 +92,17 @@ class Overlap:
 def measure(timeline: Timeline) -> Overlap:
     """Account for one timeline. Head and tail of the whole are sums over its steps."""
     compute = timeline.busy(Kind.COMPUTE)
-    shares = _shares(timeline, compute)
     busy = timeline.busy(Kind.COMPUTE, Kind.COMM, Kind.COPY)
-    accounts = [_step(timeline, shares, compute, busy, index) for index in range(len(timeline.steps))]
-    steps = _marked(timeline, [step for step in accounts if step is not None])
-    outside = _account(timeline, timeline.step == UNKNOWN, shares, compute, busy, ends_count=False)
-    whole = _account(timeline, np.ones(len(timeline), np.bool_), shares, compute, busy, ends_count=False)
+    shares = _shares(timeline, compute)
+    book = _Book(timeline, compute, busy, shares)
+    working = np.flatnonzero(timeline.is_kind(Kind.COMPUTE, Kind.COMM, Kind.COPY))
+    by_step = _grouped(working, timeline.step[working])
+    steps = [_step(book, index, rows) for index, rows in by_step.items() if index != UNKNOWN]
+    outside = book.account(by_step.get(UNKNOWN, working[:0]), ends_count=False)
+    whole = book.account(working, ends_count=False)
     parts = Account.total([outside, *(step.account for step in steps)])
-    account = Account(
-        span_ns=whole.span_ns,
-        compute_ns=compute.length,
-        comm_ns=whole.comm_ns,
-        hidden_ns=whole.hidden_ns,
-        exposed_ns=whole.exposed_ns,
-        head_ns=parts.head_ns,
-        stall_ns=parts.stall_ns,
-        tail_ns=parts.tail_ns,
-        copy_ns=whole.copy_ns,
-        idle_ns=whole.idle_ns,
-    )
-    return Overlap(account, tuple(steps), outside, shares)
+    account = replace(whole, head_ns=parts.head_ns, stall_ns=parts.stall_ns, tail_ns=parts.tail_ns)
+    return Overlap(account, tuple(_marked(timeline, steps, by_step)), outside, shares)
 
 
 def _shares(timeline: Timeline, compute: Intervals) -> Shares:
@@ -120,82 +112,90 @@ def _shares(timeline: Timeline, compute: Intervals) -> Shares:
     return Shares(rows, starts, ends, hidden, ends - starts - hidden)
 
 
-def _step(
-    timeline: Timeline, shares: Shares, compute: Intervals, busy: Intervals, index: int
-) -> StepAccount | None:
-    mine = timeline.step == index
-    if not (mine & timeline.is_kind(Kind.COMPUTE, Kind.COMM, Kind.COPY)).any():
-        return None
-    account = _account(timeline, mine, shares, compute, busy, ends_count=True)
+def _grouped(rows: Int64Array, key: npt.NDArray[np.int32]) -> dict[int, Int64Array]:
+    """Rows by key, in order of key."""
+    order = np.argsort(key, kind="stable")
+    values, first = np.unique(key[order], return_index=True)
+    return dict(zip(values.tolist(), np.split(rows[order], first[1:]), strict=True))
+
+
+def _step(book: _Book, index: int, rows: Int64Array) -> StepAccount:
+    timeline = book.timeline
     phases = tuple(
-        (phase, _account(timeline, mine & (timeline.phase == phase), shares, compute, busy, ends_count=True))
-        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-        if (mine & (timeline.phase == phase)).any()
+        (Phase(phase), book.account(of_phase, ends_count=True))
+        for phase, of_phase in _grouped(rows, timeline.phase[rows].astype(np.int32)).items()
+        if phase != Phase.UNKNOWN
     )
-    collectives = int((mine & (timeline.kind == Kind.COMM)).sum())
+    collectives = int((timeline.kind[rows] == Kind.COMM).sum())
+    account = book.account(rows, ends_count=True)
     return StepAccount(index, timeline.steps[index].number, account, None, collectives, phases, False)
 
 
-def _account(
-    timeline: Timeline, mine: BoolArray, shares: Shares, compute: Intervals, busy: Intervals, *, ends_count: bool
-) -> Account:
-    """Account for the chosen spans. Without `ends_count` all their exposed time is stall."""
-    chosen = mine[shares.rows]
-    starts, ends = shares.starts[chosen], shares.ends[chosen]
-    hidden, exposed = int(shares.hidden[chosen].sum()), int(shares.exposed[chosen].sum())
-    head = tail = 0
-    if ends_count and exposed:
-        first, last = _feeding(timeline, mine)
-        bare = union(starts, ends).subtract(compute)
-        head = bare.between(np.iinfo(np.int64).min // 2, first).length
-        tail = bare.between(last, np.iinfo(np.int64).max // 2).length
-    work = mine & timeline.is_kind(Kind.COMPUTE, Kind.COMM, Kind.COPY)
-    span = idle = 0
-    if work.any():
-        start, end = timeline.start_ns[work].min(), timeline.end_ns[work].max()
-        span = int(end - start)
-        idle = span - int(busy.covered(np.array([start]), np.array([end]))[0])
-    return Account(
-        span_ns=span,
-        compute_ns=_union_of(timeline, mine & (timeline.kind == Kind.COMPUTE)).length,
-        comm_ns=hidden + exposed,
-        hidden_ns=hidden,
-        exposed_ns=exposed,
-        head_ns=head,
-        stall_ns=exposed - head - tail,
-        tail_ns=tail,
-        copy_ns=_union_of(timeline, mine & (timeline.kind == Kind.COPY)).length,
-        idle_ns=idle,
-    )
+@dataclass(frozen=True, slots=True)
+class _Book:
+    """One timeline with what all of its accounts are computed from."""
+
+    timeline: Timeline
+    compute: Intervals
+    busy: Intervals
+    shares: Shares
+
+    def account(self, rows: Int64Array, *, ends_count: bool) -> Account:
+        """Account for the chosen rows. Without `ends_count` all their exposed time is stall."""
+        if not len(rows):
+            return Account(**{f.name: 0 for f in fields(Account)})
+        timeline, shares = self.timeline, self.shares
+        kind = timeline.kind[rows]
+        mine = np.searchsorted(shares.rows, rows[kind == Kind.COMM])
+        hidden, exposed = int(shares.hidden[mine].sum()), int(shares.exposed[mine].sum())
+        head = tail = 0
+        if ends_count and exposed:
+            first, last = _feeding(timeline, rows)
+            bare = union(shares.starts[mine], shares.ends[mine]).subtract(self.compute)
+            head = bare.between(-_FAR, first).length
+            tail = bare.between(last, _FAR).length
+        start, end = timeline.start_ns[rows].min(), timeline.end_ns[rows].max()
+        busy = int(self.busy.covered(np.array([start]), np.array([end]))[0])
+        return Account(
+            span_ns=int(end - start),
+            compute_ns=_union_of(timeline, rows[kind == Kind.COMPUTE]).length,
+            comm_ns=hidden + exposed,
+            hidden_ns=hidden,
+            exposed_ns=exposed,
+            head_ns=head,
+            stall_ns=exposed - head - tail,
+            tail_ns=tail,
+            copy_ns=_union_of(timeline, rows[kind == Kind.COPY]).length,
+            idle_ns=int(end - start) - busy,
+        )
 
 
-def _feeding(timeline: Timeline, mine: BoolArray) -> tuple[int, int]:
+def _feeding(timeline: Timeline, rows: Int64Array) -> tuple[int, int]:
     """Start of the first compute, and end of the last compute that feeds communication.
 
     The optimizer's compute consumes what was communicated; it feeds nothing, unless it is all there is. Without any
     compute everything lies before the first.
     """
-    compute = mine & (timeline.kind == Kind.COMPUTE)
-    if not compute.any():
-        never = np.iinfo(np.int64).max // 2
-        return never, never
-    feeding = compute & (timeline.phase != Phase.OPTIMIZER)
-    last = feeding if feeding.any() else compute
+    compute = rows[timeline.kind[rows] == Kind.COMPUTE]
+    if not len(compute):
+        return _FAR, _FAR
+    feeding = compute[timeline.phase[compute] != Phase.OPTIMIZER]
+    last = feeding if len(feeding) else compute
     return int(timeline.start_ns[compute].min()), int(timeline.end_ns[last].max())
 
 
-def _union_of(timeline: Timeline, mask: BoolArray) -> Intervals:
-    return union(timeline.start_ns[mask], timeline.end_ns[mask]) if mask.any() else EMPTY
+def _union_of(timeline: Timeline, rows: Int64Array) -> Intervals:
+    return union(timeline.start_ns[rows], timeline.end_ns[rows])
 
 
-def _marked(timeline: Timeline, steps: list[StepAccount]) -> list[StepAccount]:
+def _marked(timeline: Timeline, steps: list[StepAccount], by_step: dict[int, Int64Array]) -> list[StepAccount]:
     """Add the time to the next step, and mark the first steps that have not settled."""
-    starts = [int(timeline.start_ns[timeline.step == step.index].min()) for step in steps]
-    walls = [later - start for start, later in zip(starts, starts[1:], strict=False)]
+    starts = [int(timeline.start_ns[by_step[step.index]].min()) for step in steps]
+    walls = np.diff(np.array(starts, np.int64)).tolist()
     walls_or_none: list[int | None] = [*walls, None]
     unsettled = unsettled_steps([step.account.span_ns for step in steps], [step.collectives for step in steps])
     return [
-        StepAccount(s.index, s.number, s.account, wall, s.collectives, s.phases, position < unsettled)
+        replace(s, wall_ns=wall, warmup=position < unsettled)
         for position, (s, wall) in enumerate(zip(steps, walls_or_none, strict=True))
     ]
 

@@ -194,9 +194,7 @@ class Timeline:
     def shifted(self, ns: int) -> Timeline:
         """The same timeline with every time moved by `ns`."""
         moved = np.where(self.launch_ns == NO_TIME, NO_TIME, self.launch_ns + ns)
-        notes = replace(
-            self.annotations, start_ns=self.annotations.start_ns + ns, end_ns=self.annotations.end_ns + ns
-        )
+        notes = replace(self.annotations, start_ns=self.annotations.start_ns + ns, end_ns=self.annotations.end_ns + ns)
         steps = tuple(
             replace(s, host_start_ns=_moved(s.host_start_ns, ns), host_end_ns=_moved(s.host_end_ns, ns))
             for s in self.steps

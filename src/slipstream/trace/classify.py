@@ -131,17 +131,16 @@ HOST_LAUNCH_ANNOTATION = re.compile(r"^(nccl|gloo|mpi|ucc|xccl|hccl|ccl|rccl):(\
 COLLECTIVE_HOST_OPS = re.compile(r"^(c10d|_c10d_functional|_c10d_functional_autograd|symm_mem|record_param_comms)\b")
 """Host operators that launch, wait for, or describe communication."""
 
-HOST_WAIT = re.compile(
-    r"(?i)wait_tensor|\bbarrier\b|monitored_barrier|\bwait\b|\bsynchronize\b|\bjoin\b|built-in method (wait|synchronize) of"
-)
+HOST_WAIT = re.compile(r"(?i)wait_tensor|\bbarrier\b|monitored_barrier|\bwait\b|\bsynchronize\b|\bjoin\b")
 """Host ranges in which a thread is blocked: neither they nor the operators around them are compute."""
 
 HOST_CONTAINERS = re.compile(
-    r"^(autograd::|torch::autograd::|ProfilerStep#|Optimizer\.|DistributedDataParallel|FSDP::|FullyShardedDataParallel"
-    r"|enumerate\(DataLoader\)|Torch-Compiled Region|CompiledFunction|TorchDynamo|AOTDispatcher|Pregraph|## .* ##"
-    r"|\[?pytorch\|)|Backward\d*$|BackwardHook|^[A-Za-z_]\w*Function$|CompiledFunctionBackward"
+    r"^(autograd::|torch::autograd::|FSDP::|profiler::)|Backward\d*$"
+    r"|^(?!(graph_\d+_)?(cpp|triton)_\w*fused)(?!.*::)"
 )
-"""Host operators that only enclose other work: engine nodes, hooks, steps. Their own time is dispatch or waiting."""
+"""Host operators that only enclose other work; their own time is dispatch or waiting. Work is done by operators of a
+library, which have a namespace (`aten::mm`), and by compiled kernels. A name without one is a Python function's, an
+engine node's or a wrapper's: a custom `autograd.Function` whose backward waits is a leaf as long as the wait."""
 
 _LOOKS_LIKE_COMM = re.compile(
     r"(?i)all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv|peer|comm|ring|shmem|exchange|dispatch"

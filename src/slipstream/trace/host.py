@@ -73,7 +73,9 @@ def _own_work(operators: Table, comm: Table, names: tuple[str, ...], classifier:
     )
 
 
-def _around(segments: Segments, waits: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> np.ndarray:  # type: ignore[type-arg]
+def _around(
+    segments: Segments, waits: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Mask of the ranges that have a waiting range somewhere inside them."""
     around = np.zeros(len(waits), np.bool_)
     level: Int64Array = segments.parent[waits]

@@ -158,8 +158,10 @@ class _Assembly:
     def _peer_copies(
         self, device: Table, kind: Int64Array, said: Int64Array, operator: Int64Array, launches: link.Launches
     ) -> Int64Array:
-        """Copies that are communication: those between GPUs, unless an operator that is no collective made them,
-        and any copy that a collective made in place of a kernel (copy engines).
+        """Copies that are communication become so.
+
+        They are copies between GPUs, unless an operator that is no collective made them, and any copy that a
+        collective made in place of a kernel (copy engines).
         """
         copies = kind == Kind.COPY
         if not copies.any():
@@ -394,10 +396,10 @@ class _Assembly:
         collectives = Counter(self._names[name] for name in self._notes["name"].tolist())
         launched = ", ".join(f"{name} x {n}" for name, n in collectives.most_common(20) if name.startswith("nccl:"))
         seen = ", ".join(f"{n:,} {category}" for category, n in counts.most_common(5)) or "no events with a duration"
-        if counts["cuda_profiler_range"]:
+        if ranges := counts["cuda_profiler_range"]:
             return (
-                f"holds no kernels: the CUPTI range profiler was on, which replaces them by {counts['cuda_profiler_range']} "
-                f"cuda_profiler_range events without streams (it holds {seen})"
+                f"holds no kernels: the CUPTI range profiler was on, which puts {ranges} cuda_profiler_range events "
+                f"without streams in their place (it holds {seen})"
             )
         if launched:
             return f"launches collectives ({launched}) but holds no device work (it holds {seen})"

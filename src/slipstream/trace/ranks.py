@@ -85,9 +85,9 @@ def _clash(files: Sequence[Candidate], ranks: Sequence[int | None]) -> str:
     seen: dict[tuple[int | None, int], str] = {}
     for file, rank in zip(files, ranks, strict=True):
         for number in {step.number for timeline in file.timelines for step in timeline.steps}:
-            if other := seen.setdefault((rank, number), file.name):
-                if other != file.name:
-                    return f"{other} and {file.name} are both rank {rank}"
+            other = seen.setdefault((rank, number), file.name)
+            if other != file.name:
+                return f"{other} and {file.name} are both rank {rank}"
     return ""
 
 

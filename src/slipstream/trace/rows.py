@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from msgspec import Raw
 
 from slipstream.core.intervals import Int64Array
 from slipstream.core.timeline import UNKNOWN, Interner
@@ -163,5 +163,5 @@ def _external_ids(events: list[Event]) -> Int64Array:
     return whole_numbers([(event.args or _NO_ARGS).external_id for event in events])
 
 
-def _plain(raw: npt.Buffer | bytes) -> str:
+def _plain(raw: Raw) -> str:
     return bytes(raw).decode("utf-8", "replace").strip('"')

@@ -1,0 +1,135 @@
+"""The whole analysis of a Recording: did the communication hide, what is exposed, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.analyze import dilation, overlap, tables, waits
+from slipstream.core.recording import Recording
+from slipstream.core.timeline import Kind, Timeline
+from slipstream.trace.classify import most_like_communication
+
+
+@dataclass(frozen=True, slots=True)
+class RankAnalysis:
+    """What one timeline says."""
+
+    timeline: Timeline
+    source: str
+    overlap: overlap.Overlap
+    dilation: dilation.Dilation
+    lanes: tuple[tables.LaneRow, ...]
+
+    @property
+    def net_hidden_ns(self) -> int | None:
+        """What the overlap really bought: hidden time less what it cost compute. Can be negative."""
+        extra = self.dilation.extra_ns
+        return None if extra is None else self.overlap.account.hidden_ns - extra
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The single comm span with the most exposed time."""
+
+    rank: int
+    step: int | None
+    op: str
+    group: str
+    start_ns: int
+    duration_ns: int
+    exposed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """Everything that `analyze` reports. Lists are sorted, the most exposed first."""
+
+    recording: Recording
+    ranks: tuple[RankAnalysis, ...]
+    collectives: tuple[tables.CommRow, ...]
+    groups: tuple[tables.CommRow, ...]
+    waits: waits.Waits | None
+    worst: Worst | None
+    warnings: tuple[str, ...]
+
+
+def analyze(recording: Recording) -> Analysis:
+    """Analyze every timeline of a recording, and all of them together."""
+    timelines = recording.timelines
+    overlaps = [overlap.measure(timeline) for timeline in timelines]
+    sources = recording.sources or ("",) * len(timelines)
+    ranks = tuple(
+        RankAnalysis(timeline, source, measured, dilation.measure(timeline), tuple(tables.lanes(timeline)))
+        for timeline, source, measured in zip(timelines, sources, overlaps, strict=True)
+    )
+    waited = waits.measure(timelines, overlaps)
+    return Analysis(
+        recording,
+        ranks,
+        tuple(tables.collectives(timelines, overlaps, waited)),
+        tuple(tables.groups(timelines, overlaps, waited)),
+        waited,
+        _worst(ranks),
+        (*recording.warnings, *_doubts(ranks, waited)),
+    )
+
+
+def _worst(ranks: tuple[RankAnalysis, ...]) -> Worst | None:
+    found: Worst | None = None
+    for rank in ranks:
+        shares, timeline = rank.overlap.shares, rank.timeline
+        if not len(shares.rows) or not shares.exposed.max():
+            continue
+        at = int(shares.exposed.argmax())
+        row, exposed = int(shares.rows[at]), int(shares.exposed[at])
+        if found is None or exposed > found.exposed_ns:
+            collective = timeline.collectives[timeline.collective[row]]
+            step = int(timeline.step[row])
+            found = Worst(
+                timeline.rank,
+                timeline.steps[step].number if step >= 0 else None,
+                collective.op,
+                collective.group.label,
+                int(timeline.start_ns[row]),
+                int(timeline.durations_ns[row]),
+                exposed,
+            )
+    return found
+
+
+def _doubts(ranks: tuple[RankAnalysis, ...], waited: waits.Waits | None) -> list[str]:
+    """What the reader must know to judge the numbers."""
+    doubts = []
+    silent = [rank for rank in ranks if not len(rank.overlap.shares.rows)]
+    for rank in silent[:3]:
+        doubts.append(_no_communication(rank))
+    if len(silent) > 3:
+        doubts.append(f"no communication found on {len(silent) - 3} more ranks")
+    unattributed = [rank for rank in ranks if rank.overlap.outside.comm_ns]
+    if unattributed:
+        ns = sum(rank.overlap.outside.comm_ns for rank in unattributed)
+        doubts.append(f"{ns / 1e6:.3f} ms of communication lie outside all steps; their exposed part counts as stall")
+    sources = dict.fromkeys(rank.timeline.steps_from for rank in ranks)
+    doubts += [f"steps {source}" for source in sources if source.startswith(("inferred", "none"))]
+    if waited is not None and waited.unmatched:
+        doubts.append(
+            f"{waited.unmatched} collectives could not be matched across ranks (different counts or operations)"
+        )
+    if waited is not None and waited.partial:
+        doubts.append("some ranks of some groups have no trace here: waiting is at least what is shown")
+    return doubts
+
+
+def _no_communication(rank: RankAnalysis) -> str:
+    timeline = rank.timeline
+    kernels = timeline.kind == Kind.COMPUTE
+    total = np.bincount(timeline.name[kernels], weights=timeline.durations_ns[kernels], minlength=len(timeline.names))
+    used = np.unique(timeline.name[kernels]).tolist()
+    alike = most_like_communication((timeline.names[index], int(total[index])) for index in used)
+    what = f"rank {timeline.rank}: no communication found among {int(kernels.sum()):,} compute spans"
+    if not alike:
+        return f"{what}, and none has a name like it"
+    names = "; ".join(name if len(name) <= 80 else name[:77] + "..." for name in alike)
+    return f"{what}. Most like it: {names}. If one of them communicates: --kind 'REGEX=comm'"
