@@ -57,17 +57,8 @@ clean: ## remove what was made, except .venv (remove that by hand to install ane
 	@echo "Installing Slipstream and its tools into .venv"
 	@$(BIN)/pip install --quiet --editable '.[dev]' --constraint constraints.txt || { \
 	    echo "torch could not be installed (see above): going on without it. Live tests will be skipped."; \
-	    $(BIN)/pip install --quiet --editable '.[parquet]' --constraint constraints.txt \
-	        $$($(BIN)/python -c "$$DEV_TOOLS"); }
+	    $(BIN)/pip install --quiet --editable '.[test]' --constraint constraints.txt; }
 	@touch $@
-
-# The `dev` extra less Slipstream's own extras, and so less torch.
-define DEV_TOOLS
-import tomllib
-extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']
-print(*[tool for tool in extras['dev'] if not tool.startswith('slipstream')])
-endef
-export DEV_TOOLS
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

@@ -119,8 +119,8 @@ def _idle(account: Account) -> str:
     if account.idle_ns <= account.exposed_ns:
         return ""
     return (
-        f"The device is idle for {format_share(account.idle_ns, account.span_ns)} of the step, longer than communication "
-        "is exposed: the host (or the data) is late; look there first."
+        f"The device is idle for {format_share(account.idle_ns, account.span_ns)} of the step, longer than "
+        "communication is exposed: the host (or the data) is late; look there first."
     )
 
 
@@ -140,12 +140,12 @@ def _by_place(analysis: Analysis, account: Account) -> str:
         )
     if account.comm_ns > account.compute_ns:
         return (
-            f"Communication ({format_ns(account.comm_ns)}) takes longer than compute ({format_ns(account.compute_ns)}), "
-            f"{who}: it cannot all be hidden at this number of tokens per GPU."
+            f"Communication ({format_ns(account.comm_ns)}) takes longer than compute "
+            f"({format_ns(account.compute_ns)}), {who}: it cannot all be hidden at this number of tokens per GPU."
         )
     return (
-        f"There is enough compute to hide all communication, but {format_ns(account.stall_ns)} a step stall between head "
-        f"and tail ({who}): look for late launches, serialised groups and waits for the host."
+        f"There is enough compute to hide all communication, but {format_ns(account.stall_ns)} a step stall between "
+        f"head and tail ({who}): look for late launches, serialised groups and waits for the host."
     )
 
 

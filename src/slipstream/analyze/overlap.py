@@ -52,8 +52,10 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What each comm span of a timeline owns: its row, its piece of the union of communication, how much of the
-    piece was hidden, and how much was exposed. Each instant has one owner, the span that started first.
+    """What each comm span of a timeline owns of the union of communication.
+
+    Its row, its piece, how much of the piece was hidden and how much exposed. Each instant has one owner, the span
+    that started first.
     """
 
     rows: Int64Array

@@ -75,7 +75,7 @@ NUMBERS: Mapping[str, int | None] = {"start_ns": None, "end_ns": None, "launch_n
 
 _KINDS = tuple(kind.name.lower() for kind in Kind)
 _PHASES = (None, *(phase.name.lower() for phase in Phase if phase))
-_BLOCK = 1 << 16
+_BLOCK = 1 << 12
 _MOST_RANKS = 1 << 20
 _OF_COLLECTIVE = ("op", "group", "group_description", "group_size", "group_ranks", "bytes", "dtype")
 
@@ -104,7 +104,7 @@ def named_columns(timeline: Timeline) -> dict[str, Named]:
 
 
 def blocks(timeline: Timeline) -> Iterator[Timeline]:
-    """The timeline in pieces of some ten thousand spans, so that a writer never holds the text of all."""
+    """The timeline in pieces of some thousand spans, so that a writer never holds the text of all."""
     for start in range(0, len(timeline), _BLOCK):
         yield timeline.select(np.arange(start, min(start + _BLOCK, len(timeline))))
 

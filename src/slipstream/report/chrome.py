@@ -35,7 +35,7 @@ def write_chrome(recording: Recording, file: IO[str]) -> None:
 
 
 def _events(recording: Recording, header: Header) -> Iterator[list[str]]:
-    """The text of all events, some ten thousand at a time."""
+    """The text of all events, some thousand at a time."""
     threads = first_threads(header)
     for process, (timeline, thread) in enumerate(zip(recording.timelines, threads, strict=True), start=1):
         yield _titles(timeline, process, thread)

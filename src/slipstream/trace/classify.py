@@ -39,8 +39,8 @@ KERNELS: tuple[Rule, ...] = (
     Rule(
         r"^triton_(poi|red|per|tem|for|unk)_|^(void )?at::(native|cuda)::",
         Kind.COMPUTE,
-        "kernels that a compiler fused are named after the operators in them, collectives' outputs included; ATen's own "
-        "kernels only ever work on their device",
+        "kernels that a compiler fused are named after the operators in them, collectives' outputs included; ATen's "
+        "own kernels only ever work on their device",
         "TorchInductor: triton_poi_fused_all_gather_into_tensor_1 is a copy beside the gather",
     ),
     Rule(

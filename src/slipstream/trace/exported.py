@@ -48,7 +48,7 @@ TABLE_TYPES: Mapping[str, type] = {
 ANNOTATION = "annotation"
 """The category of annotations in a Chrome export."""
 
-_ROWS = 1 << 16
+_ROWS = 1 << 12
 _LONGEST_FIELD = 1 << 24
 _ZERO = msgspec.Raw(b"0")
 
@@ -235,7 +235,7 @@ def _recording(header: Header, table: _Table, where: str) -> Recording:
 
 
 def _csv_table(reader: Iterator[list[str]]) -> _Table:
-    """Read all rows, some ten thousand at a time, so that their text is never held at once."""
+    """Read all rows, some thousand at a time, so that their text is never held at once."""
     order = next(reader, [])
     missing = TABLE_TYPES.keys() - set(order)
     if missing:

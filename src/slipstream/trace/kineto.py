@@ -65,8 +65,8 @@ def _losses(stream: EventStream, rows: Rows) -> list[str]:
     warnings = []
     if not stream.complete:
         warnings.append(
-            f"the file is cut off after {stream.total_bytes:,} bytes: {stream.lost_bytes:,} of them, and all that would "
-            "have followed, could not be read; the numbers cover what was"
+            f"the file is cut off after {stream.total_bytes:,} bytes: {stream.lost_bytes:,} of them, and all that "
+            "would have followed, could not be read; the numbers cover what was"
         )
     elif stream.lost_bytes:
         share = 100 * stream.lost_bytes / max(stream.total_bytes, 1)
