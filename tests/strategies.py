@@ -141,8 +141,8 @@ def annotations(draw: st.DrawFn, times: st.SearchStrategy[int], lane_count: int,
     count = draw(st.integers(0, 4))
     starts = sorted(draw(st.lists(times, min_size=count, max_size=count)))
     lengths, its_lanes, its_names = (
-        draw(st.lists(st.integers(0, most), min_size=count, max_size=count))
-        for most in (90, lane_count - 1, name_count - 1)
+        draw(st.lists(st.integers(least, most), min_size=count, max_size=count))
+        for least, most in ((0, 90), (UNKNOWN, lane_count - 1), (0, name_count - 1))
     )
     start_ns = np.array(starts, np.int64)
     return Annotations(

@@ -55,12 +55,12 @@ FORMATS = pytest.mark.parametrize(
 )
 
 
+def at(table: tuple[object, ...], index: int) -> object:
+    return table[index] if index >= 0 else None
+
+
 def rows_of(timeline: Timeline) -> list[str]:
     """Every span with what its indices point at, in an order that does not depend on the indices."""
-
-    def at(table: tuple[object, ...], index: int) -> object:
-        return table[index] if index >= 0 else None
-
     return sorted(
         repr(
             (
@@ -79,7 +79,7 @@ def rows_of(timeline: Timeline) -> list[str]:
 def annotations_of(timeline: Timeline) -> list[str]:
     notes = timeline.annotations
     return sorted(
-        repr((int(start), int(end), timeline.lanes[lane], timeline.names[name]))
+        repr((int(start), int(end), at(timeline.lanes, lane), timeline.names[name]))
         for start, end, lane, name in zip(notes.start_ns, notes.end_ns, notes.lane, notes.name, strict=True)
     )
 

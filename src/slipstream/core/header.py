@@ -177,8 +177,9 @@ def recording_from(header: Header, timelines: Iterable[Timeline]) -> Recording:
 
 def problem_of(header: TimelineHeader, columns: Columns, annotations: Columns | None) -> str:
     """What makes these columns no Timeline, or "" if nothing does."""
-    tables = {"lane": (0, len(header.lanes)), "name": (0, len(header.names))}
-    more = {
+    notes = {"lane": (-1, len(header.lanes)), "name": (0, len(header.names))}
+    spans = notes | {
+        "lane": (0, len(header.lanes)),
         "collective": (-1, len(header.collectives)),
         "shape": (-1, len(header.shapes)),
         "step": (-1, len(header.steps)),
@@ -186,8 +187,8 @@ def problem_of(header: TimelineHeader, columns: Columns, annotations: Columns | 
         "phase": (0, len(Phase)),
     }
     return (
-        _misfit(columns, COLUMNS, tables | more)
-        or (_misfit(annotations, ANNOTATION_COLUMNS, tables) if annotations else "")
+        _misfit(columns, COLUMNS, spans)
+        or (_misfit(annotations, ANNOTATION_COLUMNS, notes) if annotations else "")
         or _disorder(columns["start_ns"], columns["end_ns"])
     )
 

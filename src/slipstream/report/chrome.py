@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 import msgspec
+import numpy as np
 
 from slipstream.core.header import Header, encode_header, header_of, without
 from slipstream.core.named import NUMBERS, Named, blocks, named_columns
 from slipstream.core.recording import Recording
-from slipstream.core.timeline import Timeline
+from slipstream.core.timeline import UNKNOWN, Timeline
 from slipstream.trace.exported import ANNOTATION, CHROME_START, first_threads
 
 _CATEGORIES = {"compute": "kernel", "comm": "kernel", "copy": "gpu_memcpy", "host": "cpu_op", "other": "other"}
@@ -55,8 +56,11 @@ def _titles(timeline: Timeline, process: int, thread: int) -> list[str]:
         title("process_name", thread, name=f"rank {timeline.rank} {timeline.device}"),
         title("process_sort_index", thread, sort_index=process),
     ]
-    for tid, lane in enumerate(timeline.lanes, start=thread):
-        titles += [title("thread_name", tid, name=lane.name), title("thread_sort_index", tid, sort_index=tid)]
+    lanes = [lane.name for lane in timeline.lanes]
+    if np.any(timeline.annotations.lane == UNKNOWN):
+        lanes.append("annotations")
+    for tid, lane in enumerate(lanes, start=thread):
+        titles += [title("thread_name", tid, name=lane), title("thread_sort_index", tid, sort_index=tid)]
     return titles
 
 
@@ -90,8 +94,9 @@ def _annotations(timeline: Timeline, process: int, thread: int) -> list[str]:
 
 
 def _places(lane: Any, timeline: Timeline, process: int, thread: int) -> list[str]:
-    threads = range(thread, thread + len(timeline.lanes))
-    return Named(lane, (*threads, None)).mapped(lambda tid: f'{{"ph":"X","pid":{process},"tid":{tid}')
+    """The last thread is for code -1, annotations of no lane."""
+    threads = range(thread, thread + len(timeline.lanes) + 1)
+    return Named(lane, tuple(threads)).mapped(lambda tid: f'{{"ph":"X","pid":{process},"tid":{tid}')
 
 
 def _name(name: str | None) -> str:

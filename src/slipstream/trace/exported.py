@@ -24,7 +24,7 @@ from slipstream.core.header import Header, TimelineHeader, damaged, decode_heade
 from slipstream.core.intervals import Int64Array
 from slipstream.core.named import NAMED_TYPES, NUMBERS, Named, timeline_from_named
 from slipstream.core.recording import Recording
-from slipstream.core.timeline import Annotations, Interner, Timeline
+from slipstream.core.timeline import UNKNOWN, Annotations, Interner, Timeline
 from slipstream.trace.times import INVALID, nanoseconds
 
 CHROME_START = '{"slipstream":'
@@ -162,10 +162,11 @@ def pyarrow() -> tuple[Any, Any]:
 def first_threads(header: Header) -> list[int]:
     """The thread number of each timeline's first lane in a Chrome export; process numbers are 1, 2, ...
 
-    No number stands for two things: some viewers make a thread of the same number for each process.
+    After the lanes comes one more thread, for annotations of no lane. No number stands for two things: some viewers
+    make a thread of the same number for each process.
     """
-    lane_counts = (len(timeline.lanes) for timeline in header.timelines)
-    return list(accumulate(lane_counts, initial=len(header.timelines) + 1))[:-1]
+    counts = (len(timeline.lanes) + 1 for timeline in header.timelines)
+    return list(accumulate(counts, initial=len(header.timelines) + 1))[:-1]
 
 
 def _foreign(form: str, reason: str, where: str) -> TraceError:
@@ -174,8 +175,9 @@ def _foreign(form: str, reason: str, where: str) -> TraceError:
 
 def _timeline_of_events(header: TimelineHeader, thread: int, events: Sequence[_Event], where: str) -> Timeline:
     lane = np.array([event.tid for event in events], np.int64) - thread
-    if len(lane) and not (lane.min() >= 0 and lane.max() < len(header.lanes)):
+    if len(lane) and not (lane.min() >= 0 and lane.max() <= len(header.lanes)):
         raise damaged("an event has a thread that it does not declare", where)
+    lane[lane == len(header.lanes)] = UNKNOWN
     start_ns, durations_ns = (_times([getattr(e, key) for e in events], where) for key in ("ts", "dur"))
     name = _interned([event.name for event in events])
     is_note = np.array([event.cat == ANNOTATION for event in events], bool)
