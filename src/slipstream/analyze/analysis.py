@@ -110,9 +110,11 @@ def _doubts(ranks: tuple[RankAnalysis, ...], waited: waits.Waits | None) -> list
     unattributed = [rank for rank in ranks if rank.overlap.outside.comm_ns]
     if unattributed:
         ns = sum(rank.overlap.outside.comm_ns for rank in unattributed)
-        doubts.append(f"{ns / 1e6:.3f} ms of communication lie outside all steps; their exposed part counts as stall")
+        doubts.append(
+            f"{ns / 1e6:.3f} ms of communication belong to no step (launched before the first one, or between and after them)"
+        )
     sources = dict.fromkeys(rank.timeline.steps_from for rank in ranks)
-    doubts += [f"steps {source}" for source in sources if source.startswith(("inferred", "none"))]
+    doubts += [f"steps {source}" for source in sources if source.startswith(("inferred", "not marked"))]
     if waited is not None and waited.unmatched:
         doubts.append(
             f"{waited.unmatched} collectives could not be matched across ranks (different counts or operations)"

@@ -57,7 +57,7 @@ def answer(analysis: Analysis) -> Answer:
 
 
 def _marked(rank: RankAnalysis) -> bool:
-    return not rank.timeline.steps_from.startswith("none")
+    return not rank.timeline.steps_from.startswith(("none", "not marked"))
 
 
 def _mean(accounts: list[Account]) -> Account:
@@ -79,14 +79,17 @@ def _extra(ranks: tuple[RankAnalysis, ...], per_step: bool) -> int | None:
 
 
 def _ratio(ranks: tuple[RankAnalysis, ...]) -> float | None:
-    ratios = [rank.dilation.ratio for rank in ranks if rank.dilation.ratio is not None]
-    return sum(ratios) / len(ratios) if ratios else None
+    measured = [rank.dilation for rank in ranks if rank.dilation.extra_ns is not None]
+    alone = sum(dilation.alone_ns for dilation in measured)
+    return sum(dilation.took_ns for dilation in measured) / alone if alone else None
 
 
 def _look_at(analysis: Analysis, account: Account) -> str:
     """What to look at first: the largest thing that is wrong, with its evidence."""
     if not account.comm_ns:
         return "There is no communication in this trace; nothing to hide."
+    if not account.compute_ns:
+        return "There is no compute in this trace, so nothing to hide communication behind."
     if account.exposed_ns <= _NOTHING_TO_WIN * account.span_ns:
         return f"Nothing to win here: {format_share(account.exposed_ns, account.span_ns)} of the step is exposed."
     return _waiting(analysis) or _on_compute_lane(analysis) or _idle(account) or _by_place(analysis, account)

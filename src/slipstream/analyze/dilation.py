@@ -15,20 +15,33 @@ import numpy.typing as npt
 from slipstream.core.intervals import Int64Array
 from slipstream.core.timeline import UNKNOWN, Kind, Timeline
 
+_IMPOSSIBLE = 0.95
+"""Below this ratio the comparison is not believed; noise explains less."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dilation:
     """Extra compute time of the spans that ran beside communication, against the median of the same work alone.
 
-    `extra_ns` is None where it could not be measured; `reason` says why. `matched` of the `beside` compute spans
-    that touch communication had their like alone; `ratio` is their time over what it would have been.
+    `matched` of the `beside` compute spans that touch communication had their like alone: they took `took_ns`, and
+    alone would have taken `alone_ns`. Where `reason` is not empty, it says why nothing could be measured.
     """
 
-    extra_ns: int | None
-    ratio: float | None
+    took_ns: int
+    alone_ns: int
     matched: int
     beside: int
     reason: str = ""
+
+    @property
+    def extra_ns(self) -> int | None:
+        """Time that communication cost compute; None if not measurable."""
+        return None if self.reason else self.took_ns - self.alone_ns
+
+    @property
+    def ratio(self) -> float | None:
+        """Time beside communication over time alone; None if not measurable."""
+        return None if self.reason else self.took_ns / max(self.alone_ns, 1)
 
 
 def measure(timeline: Timeline) -> Dilation:
@@ -38,11 +51,11 @@ def measure(timeline: Timeline) -> Dilation:
     touched = comm.covered(timeline.start_ns[rows], timeline.end_ns[rows]) > 0
     beside = int(touched.sum())
     if not beside:
-        return Dilation(None, None, 0, 0, "no compute ran beside communication")
+        return Dilation(0, 0, 0, 0, "no compute ran beside communication")
     shaped = timeline.shape[rows] != UNKNOWN
     if not shaped[touched].any():
         reason = "input shapes were not recorded; profile with record_shapes=True"
-        return Dilation(None, None, 0, beside, reason)
+        return Dilation(0, 0, 0, beside, reason)
     rows, touched = rows[shaped], touched[shaped]
     work = timeline.name[rows].astype(np.int64) * len(timeline.shapes) + timeline.shape[rows]
     length = timeline.durations_ns[rows]
@@ -51,10 +64,20 @@ def measure(timeline: Timeline) -> Dilation:
     at = np.minimum(at, len(alone_work) - 1)
     matched = alone_work[at] == work[touched] if len(alone_work) else np.zeros(int(touched.sum()), np.bool_)
     if not matched.any():
-        return Dilation(None, None, 0, beside, "no kernel ran both beside communication and alone at equal shapes")
+        return Dilation(0, 0, 0, beside, "no kernel ran both beside communication and alone at equal shapes")
     took = int(length[touched][matched].sum())
-    would_take = float(alone[at[matched]].sum())
-    return Dilation(round(took - would_take), took / would_take, int(matched.sum()), beside)
+    would_take = round(float(alone[at[matched]].sum()))
+    return Dilation(took, would_take, int(matched.sum()), beside, _doubt(took, would_take))
+
+
+def _doubt(took: int, would_take: int) -> str:
+    """Communication never makes compute faster. Where it seems to, something else differs between the two."""
+    if took >= _IMPOSSIBLE * would_take:
+        return ""
+    return (
+        f"the same work seems faster beside communication ({took / max(would_take, 1):.2f}x), so more than the "
+        "communication differs (launch gaps, clocks, cache)"
+    )
 
 
 def _medians(keys: Int64Array, values: Int64Array) -> tuple[Int64Array, npt.NDArray[np.float64]]:

@@ -100,11 +100,20 @@ def measure(timeline: Timeline) -> Overlap:
     working = np.flatnonzero(timeline.is_kind(Kind.COMPUTE, Kind.COMM, Kind.COPY))
     by_step = _grouped(working, timeline.step[working])
     steps = [_step(book, index, rows) for index, rows in by_step.items() if index != UNKNOWN]
-    outside = book.account(by_step.get(UNKNOWN, working[:0]), ends_count=False)
+    outside = _outside(book, by_step)
     whole = book.account(working, ends_count=False)
     parts = Account.total([outside, *(step.account for step in steps)])
     account = replace(whole, head_ns=parts.head_ns, stall_ns=parts.stall_ns, tail_ns=parts.tail_ns)
     return Overlap(account, tuple(_marked(timeline, steps, by_step)), outside, shares)
+
+
+def _outside(book: _Book, by_step: dict[int, Int64Array]) -> Account:
+    """Work outside all steps. What ran before the first step is the end of one that was not recorded whole."""
+    rows = by_step.get(UNKNOWN, np.empty(0, np.int64))
+    start = book.timeline.start_ns
+    first = min((int(start[mine].min()) for index, mine in by_step.items() if index != UNKNOWN), default=_FAR)
+    before = start[rows] < first
+    return Account.total([book.account(rows[before], ends_count=True), book.account(rows[~before], ends_count=False)])
 
 
 def _shares(timeline: Timeline, compute: Intervals) -> Shares:

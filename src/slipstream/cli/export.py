@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chrome(recording: Recording, target: Path, force: bool) -> None:
-    with new_file(target, force=force) as file:
+    with new_file(target, force=force, binary=False) as file:
         write_chrome(recording, file)
 
 

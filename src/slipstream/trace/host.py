@@ -16,11 +16,14 @@ from slipstream.core.timeline import UNKNOWN, Kind
 from slipstream.trace.classify import COLLECTIVE_HOST_OPS, HOST_COMM, HOST_CONTAINERS, HOST_WAIT, Classifier
 from slipstream.trace.columns import Table
 
-_COLUMNS = ("start", "end", "thread", "name", "shape", "kind", "said")
+_COLUMNS = ("start", "end", "thread", "name", "shape", "part", "kind", "said")
 
 
 def spans(operators: Table, notes: Table, names: tuple[str, ...], classifier: Classifier) -> Table:
-    """Busy spans of all host threads: columns start, end, thread, name, shape, kind, said."""
+    """Busy spans of all host threads: columns start, end, thread, name, shape, part, kind, said.
+
+    An operator that calls others works in several pieces; `part` numbers them, since like is compared with like.
+    """
     comm = _communication(notes, names, classifier)
     parts = [comm]
     for thread in np.unique(operators["thread"]).tolist():
@@ -36,6 +39,7 @@ def _communication(notes: Table, names: tuple[str, ...], classifier: Classifier)
         {
             **{column: found[column] for column in ("start", "end", "thread", "name")},
             "shape": np.full(len(found), UNKNOWN, np.int64),
+            "part": np.zeros(len(found), np.int64),
             "kind": np.full(len(found), int(Kind.COMM), np.int64),
             "said": found["collective"],
         }
@@ -67,10 +71,21 @@ def _own_work(operators: Table, comm: Table, names: tuple[str, ...], classifier:
             "thread": operators["thread"][owner],
             "name": operators["name"][owner],
             "shape": operators["shape"][owner],
+            "part": _numbered(owner),
             "kind": np.full(len(start), int(Kind.COMPUTE), np.int64),
             "said": np.full(len(start), UNKNOWN, np.int64),
         }
     )
+
+
+def _numbered(owner: Int64Array) -> Int64Array:
+    """How many pieces of the same owner came before each piece."""
+    order = np.argsort(owner, kind="stable")
+    turned = owner[order]
+    first = np.flatnonzero(np.diff(turned, prepend=turned[:1] - 1))
+    number = np.empty(len(owner), np.int64)
+    number[order] = np.arange(len(owner)) - np.repeat(first, np.diff(np.append(first, len(owner))))
+    return number
 
 
 def _around(

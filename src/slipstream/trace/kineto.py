@@ -209,8 +209,9 @@ class _Assembly:
         steps = self._steps(spans, launched, int(unit))
         phase, phases_from = settle(own["phase"], steps.index, launched)
         collective, collectives = self._collectives(own["kind"], own["said"], spans["name"])
-        shape, shapes = self._shapes(own["shape"], spans["grid"])
-        lanes, lane = self._lanes(spans["stream"])
+        grids = [f" grid {_text(grid)}" for grid in self._rows.grids.values()]
+        shape, shapes = self._shapes(own["shape"], spans["grid"], grids)
+        lanes, lane, annotations = self._lanes(spans, int(unit))
         device_name = str(self._rows.devices.values()[unit])
         return build(
             rank=0,
@@ -222,7 +223,7 @@ class _Assembly:
             steps=steps.steps,
             steps_from=steps.source,
             phases_from=phases_from,
-            annotations=self._annotations(int(unit)),
+            annotations=annotations,
             columns={
                 "start_ns": spans["start"],
                 "end_ns": spans["end"],
@@ -296,29 +297,33 @@ class _Assembly:
             index[row] = known(found)
         return index, tuple(c for c in known.values() if isinstance(c, Collective))
 
-    def _shapes(self, shape: Int64Array, grid: Int64Array) -> tuple[Int64Array, tuple[str, ...]]:
-        """Intern input dimensions together with the launch grid. Without dimensions a shape is not known."""
+    def _shapes(self, shape: Int64Array, detail: Int64Array, details: list[str]) -> tuple[Int64Array, tuple[str, ...]]:
+        """Intern input dimensions together with a detail (-1: none). Without dimensions a shape is not known."""
         dims = [_text(value) for value in self._rows.shapes.values()]
-        grids = [_text(value) for value in self._rows.grids.values()]
-        pairs = np.where(shape == UNKNOWN, UNKNOWN, shape * (len(grids) + 1) + grid + 1)
+        pairs = np.where(shape == UNKNOWN, UNKNOWN, shape * (len(details) + 1) + detail + 1)
         distinct, inverse = np.unique(pairs, return_inverse=True)
         texts = []
         for pair in distinct[distinct >= 0].tolist():
-            which, launch = divmod(pair, len(grids) + 1)
-            texts.append(dims[which] + (f" grid {grids[launch - 1]}" if launch else ""))
+            which, more = divmod(pair, len(details) + 1)
+            texts.append(dims[which] + (details[more - 1] if more else ""))
         return inverse - int((distinct < 0).any()), tuple(texts)
 
-    def _lanes(self, stream: Int64Array) -> tuple[tuple[Lane, ...], Int64Array]:
+    def _lanes(self, spans: Table, unit: int) -> tuple[tuple[Lane, ...], Int64Array, Annotations]:
+        """The streams of one device and the host threads that annotate; the lane of each span; the annotations."""
+        notes = self._device_notes.where(self._device_notes["device"] == unit)
         names = self._rows.streams.values()
-        used, lane = np.unique(stream, return_inverse=True)
-        return tuple(Lane(f"stream {names[index]}") for index in used.tolist()), lane
-
-    def _annotations(self, unit: int) -> Annotations:
-        mine = self._device_notes.where(self._device_notes["device"] == unit)
-        start = np.concatenate((self._notes["start"], mine["start"]))
-        end = np.concatenate((self._notes["end"], mine["end"]))
-        name = np.concatenate((self._notes["name"], mine["name"])).astype(np.int32)
-        return Annotations(start, end, np.full(len(start), UNKNOWN, np.int32), name)
+        streams, place = np.unique(np.concatenate((spans["stream"], notes["stream"])), return_inverse=True)
+        threads, thread = np.unique(self._notes["thread"], return_inverse=True)
+        lanes = [Lane(f"stream {names[index]}") for index in streams.tolist()]
+        lanes += [Lane(self._thread_label(index), is_host=True) for index in threads.tolist()]
+        on = np.concatenate((thread + len(streams), place[len(spans) :]))
+        annotations = Annotations(
+            np.concatenate((self._notes["start"], notes["start"])),
+            np.concatenate((self._notes["end"], notes["end"])),
+            on.astype(np.int32),
+            np.concatenate((self._notes["name"], notes["name"])).astype(np.int32),
+        )
+        return tuple(lanes), place[: len(spans)], annotations
 
     # -- traces without a device
 
@@ -347,24 +352,30 @@ class _Assembly:
             link.take(phases[ranges["name"]], row, int(Phase.UNKNOWN)), steps.index, spans["start"]
         )
         collective, collectives = self._collectives(spans["kind"], spans["said"], spans["name"])
-        shape, shapes = self._shapes(spans["shape"], np.full(len(spans), UNKNOWN, np.int64))
-        used, lane = np.unique(thread, return_inverse=True)
-        threads = [self._thread_label(index) for index in used.tolist()]
+        parts = [f" part {number}" for number in range(int(spans["part"].max()) + 1)]
+        shape, shapes = self._shapes(spans["shape"], spans["part"], parts)
+        threads, lane = np.unique(np.concatenate((thread, self._notes["thread"])), return_inverse=True)
+        annotations = Annotations(
+            self._notes["start"],
+            self._notes["end"],
+            lane[len(spans) :].astype(np.int32),
+            self._notes["name"].astype(np.int32),
+        )
         return build(
             rank=0,
             device="cpu",
-            lanes=tuple(Lane(label, is_host=True) for label in threads),
+            lanes=tuple(Lane(self._thread_label(index), is_host=True) for index in threads.tolist()),
             names=self._names,
             collectives=collectives,
             shapes=shapes,
             steps=steps.steps,
             steps_from=steps.source,
             phases_from=phases_from,
-            annotations=self._annotations(UNKNOWN),
+            annotations=annotations,
             columns={
                 "start_ns": spans["start"],
                 "end_ns": spans["end"],
-                "lane": lane,
+                "lane": lane[: len(spans)],
                 "kind": spans["kind"],
                 "name": spans["name"],
                 "collective": collective,

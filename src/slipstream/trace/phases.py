@@ -37,7 +37,7 @@ def settle(phase: Int64Array, step: Int64Array, times: Int64Array) -> tuple[Int6
     Returns the phases and where they come from. Without any backward, nothing is known.
     """
     if not (phase == Phase.BACKWARD).any():
-        return np.full(len(phase), Phase.UNKNOWN, np.int64), "none: no autograd ranges were recorded"
+        return np.full(len(phase), Phase.UNKNOWN, np.int64), "not recorded: no autograd ranges"
     settled = phase.copy()
     for index in np.unique(step):
         rows = np.flatnonzero(step == index)

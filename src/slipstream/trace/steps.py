@@ -45,7 +45,7 @@ class Steps:
     @staticmethod
     def none(count: int) -> Steps:
         """All spans in one unmarked step."""
-        return Steps((Step(0),), np.zeros(count, np.int64), "none: the whole trace counts as one step")
+        return Steps((Step(0),), np.zeros(count, np.int64), "not marked: the whole trace counts as one step")
 
 
 def step_number(name: str) -> int | None:
