@@ -111,7 +111,8 @@ def _doubts(ranks: tuple[RankAnalysis, ...], waited: waits.Waits | None) -> list
     if unattributed:
         ns = sum(rank.overlap.outside.comm_ns for rank in unattributed)
         doubts.append(
-            f"{ns / 1e6:.3f} ms of communication belong to no step (launched before the first one, or between and after them)"
+            f"{ns / 1e6:.3f} ms of communication belong to no step (launched before the first one, or between and "
+            "after them)"
         )
     sources = dict.fromkeys(rank.timeline.steps_from for rank in ranks)
     doubts += [f"steps {source}" for source in sources if source.startswith(("inferred", "not marked"))]

@@ -11,8 +11,12 @@ from slipstream.core.timeline import UNKNOWN
 from slipstream.trace.events import Scalar
 
 
+LONG = frozenset({"start", "end", "correlation", "external", "sequence"})
+"""Columns that need 64 bits; the others hold small numbers of interned things, in 32."""
+
+
 class Columns:
-    """A growing table of int64 columns."""
+    """A growing table of integer columns."""
 
     def __init__(self, *names: str) -> None:
         self._parts: dict[str, list[Int64Array]] = {name: [] for name in names}
@@ -22,12 +26,15 @@ class Columns:
         assert block.keys() == self._parts.keys()
         assert len({len(values) for values in block.values()}) == 1
         for name, values in block.items():
-            self._parts[name].append(values)
+            self._parts[name].append(values if name in LONG else values.astype(np.int32))
 
     def table(self) -> Table:
-        """All blocks joined."""
-        empty = np.empty(0, np.int64)
-        return Table({name: np.concatenate(parts) if parts else empty for name, parts in self._parts.items()})
+        """All blocks joined. Gives up its own blocks column by column, so that memory holds little twice."""
+        columns: dict[str, Int64Array] = {}
+        for name in list(self._parts):
+            parts = self._parts.pop(name)
+            columns[name] = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return Table(columns)
 
 
 class Table:

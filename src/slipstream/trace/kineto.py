@@ -130,7 +130,7 @@ class _Assembly:
 
     def _kinds(self, device: Table) -> Int64Array:
         """Kind of each span, decided once for each pair of category and name."""
-        pairs = device["category"] * len(self._names) + device["name"]
+        pairs = device["category"].astype(np.int64) * len(self._names) + device["name"]
         distinct, inverse = np.unique(pairs, return_inverse=True)
         kinds = [
             self._classifier.kind(DEVICE_WORK[pair // len(self._names)], self._names[pair % len(self._names)])
@@ -267,7 +267,7 @@ class _Assembly:
     def _periodic(self, spans: Table, launched: Int64Array) -> Steps | None:
         launch = np.where(launched == NO_TIME, spans["start"], launched)
         order = np.argsort(launch, kind="stable")
-        work = spans["name"] * (len(self._rows.grids) + 1) + spans["grid"] + 1
+        work = spans["name"].astype(np.int64) * (len(self._rows.grids) + 1) + spans["grid"] + 1
         reach = np.maximum.accumulate(np.concatenate((spans["start"][:1], spans["end"][:-1])))
         pause = np.maximum(spans["start"] - reach, 0)
         updates = np.array([bool(UPDATE_KERNEL.search(name)) for name in self._names], np.bool_)[spans["name"]]
@@ -300,7 +300,7 @@ class _Assembly:
     def _shapes(self, shape: Int64Array, detail: Int64Array, details: list[str]) -> tuple[Int64Array, tuple[str, ...]]:
         """Intern input dimensions together with a detail (-1: none). Without dimensions a shape is not known."""
         dims = [_text(value) for value in self._rows.shapes.values()]
-        pairs = np.where(shape == UNKNOWN, UNKNOWN, shape * (len(details) + 1) + detail + 1)
+        pairs = np.where(shape == UNKNOWN, UNKNOWN, shape.astype(np.int64) * (len(details) + 1) + detail + 1)
         distinct, inverse = np.unique(pairs, return_inverse=True)
         texts = []
         for pair in distinct[distinct >= 0].tolist():

@@ -69,7 +69,7 @@ def take(values: Int64Array, rows: Int64Array, absent: int = UNKNOWN) -> Int64Ar
     """`values[rows]`, `absent` where the row is -1."""
     if not len(values):
         return np.full(len(rows), absent, np.int64)
-    return np.where(rows >= 0, values[np.maximum(rows, 0)], absent)
+    return np.where(rows >= 0, values[np.maximum(rows, 0)], absent).astype(np.int64)
 
 
 def _by_thread(threads: Int64Array, launches: Launches) -> list[tuple[Int64Array, npt.NDArray[np.int64]]]:
