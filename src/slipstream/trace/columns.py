@@ -10,7 +10,6 @@ from slipstream.core.intervals import Int64Array
 from slipstream.core.timeline import UNKNOWN
 from slipstream.trace.events import Scalar
 
-
 LONG = frozenset({"start", "end", "correlation", "external", "sequence"})
 """Columns that need 64 bits; the others hold small numbers of interned things, in 32."""
 

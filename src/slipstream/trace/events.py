@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -81,15 +82,28 @@ METADATA_KEYS = (
 
 _BLOCK = 4 << 20
 _METADATA_LIMIT = 64 << 20
+_LONGEST_EVENT = 64 << 20
+_REACHES = (1, 4, 16, 64)
+"""How many starts of events the text of one event may hold: objects nested in its `args` look like events too."""
+
 _ARRAY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _FIRST_KEY = re.compile(rb'\{\s*("(?:[^"\\]|\\.){1,40}")\s*:')
+_BETWEEN = re.compile(r"[\s,]*")
 _EVENT_START = re.compile(r'\{\s*"(?:ph|cat|name|pid|tid|ts|dur)"\s*:')
-_NAME_WITH_QUOTES = re.compile(r'("name"\s*:\s*")(.*?)("\s*,\s*"(?:pid|ph|cat|tid|ts|dur|args|id)"\s*:)', re.DOTALL)
-_CONTROLS = dict.fromkeys(range(32), " ")
-_BLOCKING_PYTHON = (b"method wait of", b"method synchronize of")
+_ARRAY_END = re.compile(r'\]\s*(?:\Z|,\s*"|\}(?!\s*[,}\]]))')
+_LAST_END = re.compile(r"\}\s*(?=" + _ARRAY_END.pattern + ")")
+_ESCAPE = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
+_QUOTE = re.compile(r'(?<!\\)"')
+_NAME = re.compile(r'"name"\s*:\s*"')
+_NAME_END = re.compile(r'"\s*(?:\}|,\s*"(?:pid|ph|cat|tid|ts|dur|args|id|s|bp)"\s*:)')
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+BLOCKING_PYTHON = ("method wait of", "method synchronize of")
+"""Parts of the names of those Python frames that are of use: in them a thread is blocked."""
+
 
 _decode_events = msgspec.json.Decoder(list[Event]).decode
-_tolerant = json.JSONDecoder(strict=False, parse_float=str)
+_decode_event = msgspec.json.Decoder(Event).decode
 _UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
@@ -110,23 +124,26 @@ class EventStream:
         self.complete = False
 
     def blocks(self) -> Iterator[list[Event]]:
-        """Lists of events in the order of the file; Python frames and flow events are left out."""
-        rest = self._find_array()
+        """Lists of events in the order of the file; most Python frames and flow events are left out."""
+        rest, at_end = self._find_array()
         cutter: _Cutter | None = None
-        at_end = False
-        while not at_end and not self.complete:
-            rest, at_end = self._fill(rest)
+        while not self.complete:
             cutter = cutter or _Cutter.learn(rest)
             if cutter is not None and (cut := rest.rfind(cutter.separator)) > 0:
                 body, rest = rest[:cut], rest[cut + cutter.opening_at :]
                 events, unread = self._decode(body, cutter)
                 rest = unread + rest
                 yield events
-                if self.complete or not at_end:
-                    continue
-            if at_end or cutter is None or len(rest) > _METADATA_LIMIT:
-                events, rest = self._salvage(rest, final=at_end)
+            elif cutter is None or len(rest) > _LONGEST_EVENT:
+                events, rest = self._salvage(rest, final=False)
                 yield events
+            if at_end and not self.complete:
+                events, rest = self._salvage(rest, final=True)
+                yield events
+            if at_end:
+                break
+            if not self.complete:
+                rest, at_end = self._fill(rest)
         self._finish(rest)
 
     def _read(self) -> bytes:
@@ -145,90 +162,68 @@ class EventStream:
             size += len(chunk)
         return b"".join(parts), False
 
-    def _find_array(self) -> bytes:
-        """Read up to the array of events; what stands before it is metadata."""
-        head, searched = b"", 0
-        while True:
-            chunk = self._read()
-            head += chunk
-            start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    def _find_array(self) -> tuple[bytes, bool]:
+        """Read up to the array of events; what stands before it is metadata. The flag says that the file has ended."""
+        head, at_end = b"", False
+        while not at_end and len(head) <= _METADATA_LIMIT:
+            searched = max(len(head) - 64, 0)
+            head, at_end = self._fill(head)
+            start = head[:4096].lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
             if start == b"[":
-                return head[head.index(b"[") + 1 :]
+                return head[head.index(b"[") + 1 :], at_end
             if start and start != b"{":
                 raise TraceError(
                     f"is not a profiler trace: JSON was expected, it begins with {head[:24]!r}",
                     where=self._name,
                     do="give the file that torch.profiler's export_chrome_trace wrote",
                 )
-            if found := _ARRAY.search(head, max(searched - 64, 0)):
+            if found := _ARRAY.search(head, searched):
                 self._take_metadata(head[: found.start()])
-                return head[found.end() :]
-            searched = len(head)
-            if not chunk or searched > _METADATA_LIMIT:
-                raise TraceError(
-                    'holds no "traceEvents"'
-                    + (f" ({self.total_bytes} bytes read)" if chunk or head else ": it is empty"),
-                    where=self._name,
-                    do="give a Chrome trace (torch.profiler, export_chrome_trace); record it again if it was cut off",
-                )
+                return head[found.end() :], at_end
+        raise TraceError(
+            'holds no "traceEvents"' + (f" ({self.total_bytes} bytes read)" if head else ": it is empty"),
+            where=self._name,
+            do="give a Chrome trace (torch.profiler, export_chrome_trace); record it again if it was cut off",
+        )
 
     def _decode(self, body: bytes, cutter: _Cutter) -> tuple[list[Event], bytes]:
-        """Decode whole events. Returns them and, if the array ended in here, the text from where it did."""
+        """Decode whole events. Returns them and the text that belongs to none of them.
+
+        That is an event that goes on in the next block after all, or what stands behind the array if it ended here.
+        """
         kept = cutter.kept(body)
         try:
             return _decode_events(cutter.whole(kept)), b""
         except _UNREADABLE:
-            return self._decode_each(kept, cutter)
-
-    def _decode_each(self, pieces: list[bytes], cutter: _Cutter) -> tuple[list[Event], bytes]:
-        events: list[Event] = []
-        for index, piece in enumerate(pieces):
-            try:
-                events += _decode_events(cutter.whole([piece]))
-                continue
-            except _UNREADABLE:
-                mended, rest = self._salvage(cutter.opening + piece + b"}", final=True)
-            events += mended
-            if self.complete:
-                return events, cutter.separator.join([rest, *pieces[index + 1 :]])
-        return events, b""
+            return self._salvage(cutter.text(kept), final=False)
 
     def _salvage(self, raw: bytes, *, final: bool) -> tuple[list[Event], bytes]:
         """Read events one by one from text that may be damaged, may hold the end of the array, or may be cut off.
 
-        Unless `final`, an event that does not decode is taken to be incomplete and is returned as the rest.
+        Unless `final`, an event at the end that seems cut off is returned as the rest.
         """
         text = raw.decode("utf-8", "replace")
+        starts = [found.start() for found in _EVENT_START.finditer(text)]
         events: list[Event] = []
-        at, end = 0, len(text)
-        while True:
-            while at < end and text[at] in " \t\r\n,":
-                at += 1
-            if at >= end:
-                return events, b""
-            if text[at] == "]":
+        at = 0
+        while (at := _after_separators(text, at)) < len(text):
+            if _ARRAY_END.match(text, at):
                 self.complete = True
                 return events, text[at + 1 :].encode()
-            try:
-                found, at = _tolerant.raw_decode(text, at)
-                events.append(_event_from(found))
-                continue
-            except _UNREADABLE:
-                following = _EVENT_START.search(text, at + 1)
-            if not final and (not following or end - at < _BLOCK):
+            following = bisect_right(starts, at)
+            stops = [*starts[following : following + _REACHES[-1]], len(text)][: _REACHES[-1]]
+            event, end, cut = _read_event(text, at, stops)
+            if event is None and cut and not final and stops[-1] == len(text) and len(text) - at < _LONGEST_EVENT:
                 return events, text[at:].encode()
-            stop = following.start() if following else end
-            mended = _mended(text[at:stop]) or (_mended(text[at:end]) if not following else None)
-            if mended is not None:
-                events.append(mended)
-                self.repaired += 1
-            elif not following and (closing := text.rfind("}", at, end)) > at and "]" in text[closing:]:
-                self.lost_bytes += closing + 1 - at
-                at = closing + 1
-                continue
+            if event is None:
+                event, end = _mended(text, at, stops[0])
+                self.repaired += event is not None
+            if event is None:
+                self.lost_bytes += len(text[at:end].encode())
             else:
-                self.lost_bytes += len(text[at:stop].encode())
-            at = stop
+                events.append(event)
+            at = end
+        return events, b""
 
     def _finish(self, rest: bytes) -> None:
         if not self.complete:
@@ -246,7 +241,7 @@ class EventStream:
             if key in self.metadata or not (found := re.search(rf'"{key}"\s*:\s*', text)):
                 continue
             try:
-                self.metadata[key] = _tolerant.raw_decode(text, found.end())[0]
+                self.metadata[key] = _printable(_plain_json.raw_decode(text, found.end())[0])
             except (ValueError, RecursionError):
                 continue
 
@@ -293,7 +288,7 @@ class _Cutter:
         skip = self._skip
         if not skip:
             return pieces
-        key, (wait, synchronize) = self._first_key, _BLOCKING_PYTHON
+        key, (wait, synchronize) = self._first_key, map(str.encode, BLOCKING_PYTHON)
         # A skipped piece must be one event, not several that the separator did not part.
         return [p for p in pieces if not p.startswith(skip) or key in p or wait in p or synchronize in p]
 
@@ -303,9 +298,43 @@ class _Cutter:
             return b"[]"
         return b"[" + self.opening + self.separator.join(pieces) + b"}]"
 
+    def text(self, pieces: list[bytes]) -> bytes:
+        """Pieces as they stood in the file, up to where the next event opens."""
+        return self.opening + self.separator.join(pieces) + self.separator[: self.opening_at]
+
     def _as_piece(self, event: bytes) -> bytes:
         """An event that opens in its own way, as a piece that follows an empty event of our opening."""
         return b'""}, ' + event
+
+
+def _after_separators(text: str, at: int) -> int:
+    found = _BETWEEN.match(text, at)
+    return found.end() if found else at
+
+
+def _read_event(text: str, at: int, stops: Sequence[int]) -> tuple[Event | None, int, bool]:
+    """Read the event that begins at `at` and ends before one of `stops`.
+
+    Returns it with its end, or None with True if it might be whole in a longer text. Only so much text is handed to
+    a decoder at a time, because a failure costs time in proportion to it.
+    """
+    for reach in _REACHES:
+        stop = stops[min(reach, len(stops)) - 1]
+        piece = text[at:stop]
+        try:
+            return _decode_event(piece.rstrip(" \t\r\n,")), stop, False
+        except _UNREADABLE:
+            pass
+        try:
+            found, length = _tolerant.raw_decode(piece)
+            return _event_from(found), at + length, False
+        except json.JSONDecodeError as error:
+            cut = error.pos >= len(piece.rstrip(" \t\r\n,")) or error.msg.startswith("Unterminated")
+        except RecursionError:
+            cut = False
+        if not cut or reach >= len(stops):
+            return None, at, cut
+    return None, at, False
 
 
 def _event_from(found: Any) -> Event:
@@ -330,28 +359,56 @@ def _args_from(found: dict[str, Any]) -> Args:
             continue
         if info.type is msgspec.Raw:
             values[info.name] = _raw(value)
+        elif isinstance(value, _Number):
+            values[info.name] = float(value)
         elif isinstance(value, str | int | float):
-            values[info.name] = value
+            values[info.name] = _printable(value)
     return Args(**values)
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else str(value)
+    return "" if value is None else str(_printable(value))
 
 
 def _raw(value: Any) -> msgspec.Raw:
-    return msgspec.Raw(value.encode("utf-8", "replace") if isinstance(value, str) else json.dumps(value).encode())
+    text = value if isinstance(value, _Number) else json.dumps(value, ensure_ascii=False)
+    return msgspec.Raw(text.encode("utf-8", "replace"))
 
 
-def _mended(text: str) -> Event | None:
-    """An event whose name holds unescaped quotes, read after escaping them."""
-    text = text.translate(_CONTROLS).rstrip(" ,")
-    found = _NAME_WITH_QUOTES.search(text)
-    if not found:
-        return None
-    name = json.dumps(found[2])[1:-1]
+def _printable(value: Any) -> Any:
+    """JSON without half characters (lone surrogates), which no file and no terminal takes."""
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
+
+
+class _Number(str):
+    """The digits of a number that is not to be rounded."""
+
+
+def _whole(digits: str) -> int | float:
+    """Python refuses to read integers of more than some thousand digits; nothing here needs over twenty."""
+    return int(digits) if len(digits) <= 20 else float(digits)
+
+
+_tolerant = json.JSONDecoder(strict=False, parse_float=_Number, parse_int=_whole)
+_plain_json = json.JSONDecoder(strict=False, parse_int=_whole)
+
+
+def _mended(text: str, at: int, stop: int) -> tuple[Event | None, int]:
+    """Read one damaged event after escaping quotes in its name and backslashes anywhere.
+
+    Returns it with its end; or None, and where the next event or the end of the array is.
+    """
+    piece = _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", text[at:stop])
+    if (name := _NAME.search(piece)) and (end := _NAME_END.search(piece, name.end())):
+        inside = _QUOTE.sub(r"\"", piece[name.end() : end.start()])
+        piece = piece[: name.end()] + inside + piece[end.start() :]
     try:
-        value, _ = _tolerant.raw_decode(text[: found.start()] + found[1] + name + found[3] + text[found.end() :])
+        found, length = _tolerant.raw_decode(piece)
+        return _event_from(found), stop - (len(piece) - length)
     except _UNREADABLE:
-        return None
-    return _event_from(value)
+        closing = _LAST_END.search(text, at, stop) if stop == len(text) else None
+        return None, closing.end() if closing else stop

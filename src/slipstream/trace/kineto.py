@@ -389,7 +389,7 @@ class _Assembly:
 
     def _thread_label(self, thread: int) -> str:
         key = self._rows.threads.values()[thread]
-        number = key[1].decode("utf-8", "replace").strip('"') if isinstance(key, tuple) else str(key)
+        number = key[1] if isinstance(key, tuple) else str(key)
         return self._rows.thread_labels.get(number) or f"thread {number}"
 
     def _launched_elsewhere(self) -> bool:

@@ -13,14 +13,15 @@ from slipstream.core.intervals import Int64Array
 from slipstream.core.timeline import UNKNOWN, Interner
 from slipstream.trace.collectives import Descriptions
 from slipstream.trace.columns import Columns, whole_numbers
-from slipstream.trace.events import Args, Event, EventStream
+from slipstream.trace.events import BLOCKING_PYTHON, Args, Event, EventStream
 from slipstream.trace.times import INVALID, nanoseconds
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "concurrent_kernel")
 """Categories of work on a device, in lower case: older releases wrote `Kernel`, newer ones `kernel`."""
 
 LAUNCH_CALLS = ("cuda_runtime", "cuda_driver", "runtime", "driver", "hip_runtime", "xpu_runtime", "mtia_runtime")
-OPERATORS = ("cpu_op", "operator", "python_function")
+OPERATORS = ("cpu_op", "operator")
+PYTHON_FRAMES = ("python_function",)
 HOST_NOTES = ("user_annotation",)
 DEVICE_NOTES = ("gpu_user_annotation",)
 
@@ -39,6 +40,7 @@ class Rows:
     def __init__(self) -> None:
         self.names, self.shapes, self.grids = Interner(), Interner(), Interner()
         self.threads, self.streams, self.devices = Interner(), Interner(), Interner()
+        self._written = Interner()
         self.descriptions = Descriptions()
         self.device = Columns(*_PLACE, "category", "correlation", "external", "grid", *_SAID)
         self.calls = Columns(*_HOST, "correlation")
@@ -53,6 +55,7 @@ class Rows:
             **dict.fromkeys(DEVICE_WORK, self._take_device),
             **dict.fromkeys(LAUNCH_CALLS, self._take_calls),
             **dict.fromkeys(OPERATORS, self._take_operators),
+            **dict.fromkeys(PYTHON_FRAMES, self._take_frames),
             **dict.fromkeys(HOST_NOTES, self._take_notes),
             **dict.fromkeys(DEVICE_NOTES, self._take_device_notes),
         }
@@ -107,6 +110,11 @@ class Rows:
             shape=np.array([self.shapes(shape) if shape else UNKNOWN for shape in shapes], np.int64),
         )
 
+    def _take_frames(self, events: list[Event]) -> None:
+        """Frames only tell where a thread is blocked."""
+        wait, synchronize = BLOCKING_PYTHON
+        self._take_operators([event for event in events if wait in event.name or synchronize in event.name])
+
     def _take_notes(self, events: list[Event]) -> None:
         self._add(self.notes, events, **self._said(events), thread=self._threads(events))
 
@@ -131,7 +139,10 @@ class Rows:
         table.add(**block)
 
     def _threads(self, events: list[Event]) -> Int64Array:
-        return np.array(self.threads.all([(bytes(event.pid), bytes(event.tid)) for event in events]), np.int64)
+        """Threads by number; some writers put the same number in quotes in some events."""
+        written = self._written.all([(bytes(event.pid), bytes(event.tid)) for event in events])
+        places = [place for place in self._written.values() if isinstance(place, tuple)]
+        return np.array(self.threads.all([(_plain(pid), _plain(tid)) for pid, tid in places]), np.int64)[written]
 
     def _places(self, events: list[Event]) -> dict[str, Int64Array]:
         """Device and stream of each event: from `args`, else from where a viewer would draw it."""
@@ -163,5 +174,5 @@ def _external_ids(events: list[Event]) -> Int64Array:
     return whole_numbers([(event.args or _NO_ARGS).external_id for event in events])
 
 
-def _plain(raw: Raw) -> str:
+def _plain(raw: Raw | bytes) -> str:
     return bytes(raw).decode("utf-8", "replace").strip('"')

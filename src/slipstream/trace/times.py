@@ -7,7 +7,7 @@ decimals, as profilers write since 2024, removing the dots leaves nanoseconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 import numpy as np
 
@@ -29,7 +29,9 @@ def nanoseconds(texts: Sequence[bytes]) -> Int64Array:
         return np.empty(0, np.int64)
     joined = b",".join(texts) + b","
     if not _all_have_three_decimals(joined, len(texts)):
-        if joined.replace(b",", b"").isdigit() and max(map(len, texts)) <= _DIGITS - 3 and min(map(len, texts)):
+        lengths = [len(text) for text in texts]
+        plain = joined.count(b",") == len(texts) and joined.replace(b",", b"").isdigit()
+        if plain and max(lengths) <= _DIGITS - 3 and min(lengths):
             return _checked(_integers(joined) * 1000)
         joined = b",".join([_padded(bytes(text)) for text in texts]) + b","
     return _checked(_integers(joined.replace(b".", b"")))
@@ -63,6 +65,6 @@ def _padded(text: bytes) -> bytes:
         exact = Decimal(text.strip(b'" ').decode("ascii")) * 1000
         if exact.is_finite() and abs(exact) < _LIMIT:
             return b"%d" % int(exact.to_integral_value())
-    except (InvalidOperation, UnicodeDecodeError, OverflowError):
+    except (ArithmeticError, UnicodeDecodeError):  # decimal's errors, and int's of infinity
         pass
     return b"%d" % INVALID
