@@ -37,3 +37,21 @@ def reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: Group = None)
 def _started(work: dist.Work | None) -> dist.Work:
     assert work is not None, "async_op=True returns a Work on every rank of the group"
     return work
+
+
+def ring_exchange(send: torch.Tensor, receive: torch.Tensor, group: Group = None) -> list[dist.Work]:
+    """Start sending `send` to the next rank of the group and receiving `receive` from the previous one.
+
+    Both must be contiguous, stay alive and unchanged until every returned Work has been waited for. An empty tensor is
+    not sent and not waited for: the rank at the other end must know, from the same shapes, that nothing comes. Messages
+    between two ranks arrive in the order in which they were started, so every rank must start its exchanges in the same
+    order.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    messages = [
+        dist.P2POp(dist.isend, send, group=group, group_peer=(rank + 1) % size),
+        dist.P2POp(dist.irecv, receive, group=group, group_peer=(rank - 1) % size),
+    ]
+    messages = [message for message in messages if message.tensor.numel()]
+    works: list[dist.Work] = dist.batch_isend_irecv(messages) if messages else []
+    return works
