@@ -120,8 +120,8 @@ def _numbers(analysis: Analysis, found: Answer, console: Console) -> None:
 
 def _dilation(ranks: Sequence[RankAnalysis], found: Answer) -> tuple[str, str]:
     if found.extra_ns is None or found.dilation_ratio is None or found.net_hidden_ns is None:
-        reasons = dict.fromkeys(rank.dilation.reason for rank in ranks if rank.dilation.reason)
-        return "-", escape(f"not measurable: {'; '.join(reasons)}")
+        reason = next((rank.dilation.reason for rank in ranks if rank.dilation.reason), "no rank")
+        return "-", escape(f"not measurable: {reason}")
     matched = sum(rank.dilation.matched for rank in ranks)
     beside = sum(rank.dilation.beside for rank in ranks)
     return format_ns(found.extra_ns), (
