@@ -87,7 +87,9 @@ def test_the_same_recording_gives_the_same_bytes(tmp_path: Path, example: Record
 def test_numpy_alone_can_open_the_columns(tmp_path: Path, example: Recording) -> None:
     save(example, tmp_path / "run.slip")
     with np.load(tmp_path / "run.slip") as archive:
-        assert archive["0/start_ns.npy" if "0/start_ns.npy" in archive else "0/start_ns"].tolist() == [10, 20, 30]
+        assert archive["0/start_delta_ns"].cumsum().tolist() == [10, 20, 30]
+        assert archive["0/duration_ns"].tolist() == [10, 40, 5]
+        assert archive["0/lane"].tolist() == [0, 1, 0]
 
 
 def test_a_large_regular_recording_inflates_too_much_and_is_stored_plain(
@@ -205,14 +207,16 @@ def test_a_newer_schema_says_upgrade(tmp_path: Path, example: Recording) -> None
         ({"recording.json": b"{"}, "description"),
         ({"recording.json": b"[" * 100_000}, "description"),
         ({"recording.json": b'{"schema": "1"}'}, "description"),
-        ({"0/end_ns.npy": npy(np.array([20, 60, 5], np.int64))}, "ends before it starts"),
-        ({"0/start_ns.npy": npy(np.array([20, 10, 5], np.int64))}, "not sorted"),
-        ({"0/end_ns.npy": npy(np.array([20, 60], np.int64))}, "rows"),
-        ({"0/end_ns.npy": npy(np.array([20, 60, 70], np.int32))}, "int32"),
-        ({"0/end_ns.npy": npy(np.array([20, 60, 70], np.float64))}, "not a column"),
-        ({"0/end_ns.npy": npy(np.array([[20, 60, 70]], np.int64))}, "not a column"),
-        ({"0/end_ns.npy": b""}, "not a column"),
-        ({"0/end_ns.npy": npy(np.array([20, 60, 70], np.int64))[:-8]}, "length"),
+        ({"0/duration_ns.npy": npy(np.array([20, 60, -1], np.int64))}, "ends before it starts"),
+        ({"0/duration_ns.npy": npy(np.array([20, 60, 2**63 - 1], np.int64))}, "ends before it starts"),
+        ({"0/start_delta_ns.npy": npy(np.array([20, -10, 5], np.int64))}, "not sorted"),
+        ({"0/duration_ns.npy": npy(np.array([20, 60], np.int64))}, "rows"),
+        ({"0/duration_ns.npy": npy(np.array([20], np.int64))}, "rows"),
+        ({"0/duration_ns.npy": npy(np.array([20, 60, 70], np.int32))}, "int32"),
+        ({"0/duration_ns.npy": npy(np.array([20, 60, 70], np.float64))}, "not a column"),
+        ({"0/duration_ns.npy": npy(np.array([[20, 60, 70]], np.int64))}, "not a column"),
+        ({"0/duration_ns.npy": b""}, "not a column"),
+        ({"0/duration_ns.npy": npy(np.array([20, 60, 70], np.int64))[:-8]}, "length"),
         ({"0/lane.npy": npy(np.array([0, 0, 2], np.int32))}, "lane points outside"),
         ({"0/lane.npy": npy(np.array([0, 0, -1], np.int32))}, "lane points outside"),
         ({"0/name.npy": npy(np.array([0, 0, 1], np.int32))}, "name points outside"),
@@ -221,7 +225,7 @@ def test_a_newer_schema_says_upgrade(tmp_path: Path, example: Recording) -> None
         ({"0/kind.npy": npy(np.array([0, 0, 5], np.int8))}, "kind points outside"),
         ({"0/phase.npy": npy(np.array([0, 0, 4], np.int8))}, "phase points outside"),
         ({"0/annotations/name.npy": npy(np.array([1], np.int32))}, "name points outside"),
-        ({"0/annotations/lane.npy": npy(np.array([], np.int32))}, "another length"),
+        ({"0/annotations/lane.npy": npy(np.array([], np.int32))}, "rows"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(
@@ -240,8 +244,8 @@ def test_columns_that_do_not_fit_are_refused(
         {"timeline": {"spans": -1}},
         {"timeline": {"columns": {}}},
         {"timeline": {"columns": dict.fromkeys(COLUMNS, "0/start_ns.npy")}},
-        {"timeline": {"columns": {column: f"elsewhere/{column}.npy" for column in COLUMNS}}},
-        {"timeline": {"annotation_columns": {"start_ns": "0/start_ns.npy"}}},
+        {"timeline": {"columns": {column: f"elsewhere/{column}.npy" for column in store._SPAN_TYPES}}},
+        {"timeline": {"annotation_columns": {"lane": "0/lane.npy"}}},
         {"groups": ()},
     ],
 )
@@ -270,7 +274,7 @@ def test_columns_of_the_future_are_ignored(tmp_path: Path, example: Recording) -
     )
 
 
-@pytest.mark.parametrize("member", ["0/start_ns.npy", "recording.json", "unused"])
+@pytest.mark.parametrize("member", ["0/start_delta_ns.npy", "recording.json", "unused"])
 def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, example: Recording, member: str) -> None:
     tracemalloc = pytest.importorskip("tracemalloc")
     path = tmp_path / "run.slip"
