@@ -19,7 +19,7 @@ from ranks import run_ranks  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from slipstream.core.errors import UsageError  # noqa: E402
-from slipstream.runtime import collectives  # noqa: E402
+from slipstream.runtime import collectives, symmetric  # noqa: E402
 from slipstream.runtime.rows import RowSplit, even_shares  # noqa: E402
 from slipstream.runtime.split_gemm import all_gather_matmul, all_gather_matmuls, matmul_reduce_scatter  # noqa: E402
 
@@ -117,6 +117,46 @@ def exact_everywhere() -> int:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_bit_equal_to_one_process_for_every_chunking_exchange_and_shape(ranks: int) -> None:
     assert run_ranks(ranks, exact_everywhere) == [4 * len(EXCHANGES) * len(CHUNKS) * 4 * 3] * ranks
+
+
+def fused_gather(x: Any, weights: Any, group: Any, keep: bool = False) -> Any:
+    """What torch.ops.symm_mem.fused_all_gather_matmul returns, without CUDA."""
+    whole = x.new_empty(dist.get_world_size() * x.shape[0], x.shape[1])
+    collectives.all_gather(whole, x.contiguous(), group).wait()
+    return tuple(whole @ weight for weight in weights), whole if keep else None
+
+
+def fused_scatter(x: Any, weight: Any, group: Any) -> Any:
+    shard = x.new_empty(x.shape[0] // dist.get_world_size(), weight.shape[1])
+    collectives.reduce_scatter(shard, x @ weight, group).wait()
+    return shard
+
+
+def symmetric_is_wired() -> None:
+    with (
+        mock.patch.object(symmetric, "or_portable", side_effect=lambda how, *_: how),
+        mock.patch.object(symmetric, "all_gather_matmuls", side_effect=fused_gather) as gather,
+        mock.patch.object(symmetric, "matmul_reduce_scatter", side_effect=fused_scatter) as scatter,
+    ):
+        check_gather((4, 4), [3], torch.float32, row_major, exchange="symmetric")
+        assert (gather.call_count, scatter.call_count) == (1, 1)
+        check_gather((4, 4), [3, 1], torch.float32, as_linear, exchange="symmetric")
+        assert (gather.call_count, scatter.call_count) == (2, 1)  # no fused operator sums two products
+        check_scatter((4, 4), 5, torch.float32, row_major, exchange="symmetric")
+        assert (gather.call_count, scatter.call_count) == (3, 2)
+
+
+def test_symmetric_memory_is_wired_into_forward_and_backward() -> None:
+    run_ranks(2, symmetric_is_wired)
+
+
+def falls_back() -> None:
+    with pytest.warns(RuntimeWarning, match="the tensors are on cpu"):
+        check_gather((4, 4), [3], torch.float32, row_major, exchange="symmetric")
+
+
+def test_without_cuda_symmetric_memory_becomes_a_ring() -> None:
+    run_ranks(2, falls_back)
 
 
 class Log(TorchDispatchMode):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ def why_not(x: torch.Tensor, split: RowSplit, group: Group) -> str | None:
     """Say why the fused operators cannot run on `x`; None when they can."""
     if x.device.type != "cuda":
         return f"the tensors are on {x.device.type}, and the operators exist for CUDA only"
-    if not hasattr(torch.ops.symm_mem, "fused_all_gather_matmul"):
+    if not hasattr(_operators(), "fused_all_gather_matmul"):
         return f"torch {torch.__version__} has no torch.ops.symm_mem.fused_all_gather_matmul"
     if not is_enabled(group):
         return "it is not enabled for this group; call enable_symmetric_memory(group) on all of its ranks"
@@ -84,15 +84,22 @@ def all_gather_matmuls(
     shard: torch.Tensor, weights: Sequence[torch.Tensor], group: Group, keep: bool = False
 ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
     """Multiply the gathered rows by each weight: the products, and the gathered rows if they are to be kept."""
-    fused = torch.ops.symm_mem.fused_all_gather_matmul
+    fused = _operators().fused_all_gather_matmul
     whole, outputs = fused(shard.contiguous(), list(weights), 0, _name(group), return_A=keep)
     return tuple(outputs), whole
 
 
 def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, group: Group) -> torch.Tensor:
     """Multiply, sum over the ranks, and return this rank's rows."""
-    output: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight, "sum", 0, _name(group))
+    output: torch.Tensor = _operators().fused_matmul_reduce_scatter(x, weight, "sum", 0, _name(group))
     return output
+
+
+def _operators() -> Any:
+    """Return torch.ops.symm_mem, which is empty until the module that defines it has been imported."""
+    import torch.distributed._symmetric_memory
+
+    return torch.ops.symm_mem
 
 
 def _has_multicast(device: torch.device) -> bool:
