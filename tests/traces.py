@@ -75,7 +75,9 @@ class Trace:
             known["correlation"] = correlation
         self._span(cat, name, start, end, device, stream, known | args)
 
-    def launch(self, name: str, start: int, end: int, *, at: int, thread: int = 1, lasts: int = 2_000, **more: Any) -> None:
+    def launch(
+        self, name: str, start: int, end: int, *, at: int, thread: int = 1, lasts: int = 2_000, **more: Any
+    ) -> None:
         """Device work, and the call on a host thread that launched it."""
         correlation = next(self._ids)
         call = "cudaMemcpyAsync" if str(more.get("cat", "")).startswith("gpu_mem") else "cudaLaunchKernel"

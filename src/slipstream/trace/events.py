@@ -16,6 +16,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -56,8 +57,8 @@ class Event(msgspec.Struct, gc=False):
     ph: str = ""
     cat: str = ""
     name: str = ""
-    pid: msgspec.Raw = _NOTHING
-    tid: msgspec.Raw = _NOTHING
+    pid: Scalar = None
+    tid: Scalar = None
     ts: msgspec.Raw = _NOTHING
     dur: msgspec.Raw = _NOTHING
     args: Args | None = None
@@ -83,12 +84,15 @@ METADATA_KEYS = (
 _BLOCK = 4 << 20
 _METADATA_LIMIT = 64 << 20
 _LONGEST_EVENT = 64 << 20
-_REACHES = (1, 4, 16, 64)
+_MOST_NESTED = 64
 """How many starts of events the text of one event may hold: objects nested in its `args` look like events too."""
+
+_LONGEST_WORD = len(r"\ud83d\ude80")
+"""A decoder names the beginning of a word, number or escape that is cut off."""
 
 _ARRAY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _FIRST_KEY = re.compile(rb'\{\s*("(?:[^"\\]|\\.){1,40}")\s*:')
-_BETWEEN = re.compile(r"[\s,]*")
+_NO_EVENTS = re.compile(r'(?:[\s,]++|null|true|false|-?\d[\d.eE+-]*+|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _EVENT_START = re.compile(r'\{\s*"(?:ph|cat|name|pid|tid|ts|dur)"\s*:')
 _ARRAY_END = re.compile(r'\]\s*(?:\Z|,\s*"|\}(?!\s*[,}\]]))')
 _LAST_END = re.compile(r"\}\s*(?=" + _ARRAY_END.pattern + ")")
@@ -96,11 +100,22 @@ _ESCAPE = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|)')
 _QUOTE = re.compile(r'(?<!\\)"')
 _NAME = re.compile(r'"name"\s*:\s*"')
 _NAME_END = re.compile(r'"\s*(?:\}|,\s*"(?:pid|ph|cat|tid|ts|dur|args|id|s|bp)"\s*:)')
+_LOSSLESS = "surrogateescape"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 BLOCKING_PYTHON = ("method wait of", "method synchronize of")
 """Parts of the names of those Python frames that are of use: in them a thread is blocked."""
 
+_IDLE_CALL = re.compile(
+    rb'\w+"\s*,\s*"name"\s*:\s*"(?:cuda|hip)(?:Event(?:Query|Record|Create|Destroy|ElapsedTime)|Occupancy|Func|StreamIs'
+    rb"|StreamGet|StreamWaitEvent|Pointer|Get|Peek|DeviceGet|SetDevice|ThreadExchange)"
+)
+"""Runtime calls that start no work and block on none: most of the calls of a training step."""
+
+_NOT_ALL_NEEDED = frozenset({b"pyt", b"cud", b"hip", b"Run"})
+"""Beginnings of the categories of which not every event is needed: Python frames and runtime calls."""
+
+_FLOWS = frozenset({b"s", b"t", b"f"})
 
 _decode_events = msgspec.json.Decoder(list[Event]).decode
 _decode_event = msgspec.json.Decoder(Event).decode
@@ -202,24 +217,29 @@ class EventStream:
 
         Unless `final`, an event at the end that seems cut off is returned as the rest.
         """
-        text = raw.decode("utf-8", "replace")
+        text = raw.decode("utf-8", _LOSSLESS)
         starts = [found.start() for found in _EVENT_START.finditer(text)]
         events: list[Event] = []
         at = 0
+        event: Event | None = Event()
         while (at := _after_separators(text, at)) < len(text):
             if _ARRAY_END.match(text, at):
+                if not final and len(text) - at < _LONGEST_WORD:
+                    return events, text[at:].encode("utf-8", _LOSSLESS)  # what follows tells whether it is the end
                 self.complete = True
-                return events, text[at + 1 :].encode()
+                return events, text[at + 1 :].encode("utf-8", _LOSSLESS)
             following = bisect_right(starts, at)
-            stops = [*starts[following : following + _REACHES[-1]], len(text)][: _REACHES[-1]]
+            most = 1 if event is None else _MOST_NESTED  # one long search for the end is enough for a damaged stretch
+            stops = [*starts[following : following + most], len(text)][:most]
             event, end, cut = _read_event(text, at, stops)
-            if event is None and cut and not final and stops[-1] == len(text) and len(text) - at < _LONGEST_EVENT:
-                return events, text[at:].encode()
+            goes_on = len(text) in (stops[0], stops[-1] if cut else -1)
+            if event is None and goes_on and not final and len(text) - at < _LONGEST_EVENT:
+                return events, text[at:].encode("utf-8", _LOSSLESS)
             if event is None:
                 event, end = _mended(text, at, stops[0])
                 self.repaired += event is not None
             if event is None:
-                self.lost_bytes += len(text[at:end].encode())
+                self.lost_bytes += len(text[at:end].encode("utf-8", _LOSSLESS))
             else:
                 events.append(event)
             at = end
@@ -254,10 +274,8 @@ class _Cutter:
         self.opening_at = separator.index(b"{")
         self.opening = separator[self.opening_at :]
         self._first_key = first_key
-        space = lead[: len(lead) - len(lead.lstrip())]
-        flows = tuple(space + ph for ph in (b'"s"', b'"f"', b'"t"')) if first_key == b'"ph"' else ()
-        frames = (lead + b'python_function"',) if lead else ()
-        self._skip = flows + frames
+        self._phase_at = len(lead) - len(lead.lstrip()) + 1
+        self._category_at = len(lead)
 
     @classmethod
     def learn(cls, text: bytes) -> _Cutter | None:
@@ -285,12 +303,26 @@ class _Cutter:
             # The first event begins otherwise (another key, other spacing): let it ride as it is.
             head, *pieces = body.split(self.separator)
             pieces = [self._as_piece(head), *pieces]
-        skip = self._skip
-        if not skip:
+        if not self._category_at:
             return pieces
-        key, (wait, synchronize) = self._first_key, map(str.encode, BLOCKING_PYTHON)
-        # A skipped piece must be one event, not several that the separator did not part.
-        return [p for p in pieces if not p.startswith(skip) or key in p or wait in p or synchronize in p]
+        # The common case first, without a call: a whole event of a category that is always needed.
+        phase, category, needed, not_all = self._phase_at, self._category_at, self._needed, _NOT_ALL_NEEDED
+        return [
+            piece
+            for piece in pieces
+            if (piece[phase : phase + 1] == b"X" and piece[category : category + 3] not in not_all) or needed(piece)
+        ]
+
+    def _needed(self, piece: bytes) -> bool:
+        """Whether an event may be needed: not a flow arrow, a Python frame that does not wait, or an idle call."""
+        if self._first_key in piece:
+            return True  # several events that the separator did not part
+        phase = piece[self._phase_at : self._phase_at + 1]
+        if phase != b"X":
+            return phase not in _FLOWS
+        if piece.startswith(b"pyt", self._category_at):
+            return any(call.encode() in piece for call in BLOCKING_PYTHON)
+        return not _IDLE_CALL.match(piece, self._category_at)
 
     def whole(self, pieces: list[bytes]) -> bytes:
         """Pieces as a JSON array."""
@@ -308,7 +340,8 @@ class _Cutter:
 
 
 def _after_separators(text: str, at: int) -> int:
-    found = _BETWEEN.match(text, at)
+    """Where the next object, or something that is no JSON, begins."""
+    found = _NO_EVENTS.match(text, at)
     return found.end() if found else at
 
 
@@ -318,7 +351,8 @@ def _read_event(text: str, at: int, stops: Sequence[int]) -> tuple[Event | None,
     Returns it with its end, or None with True if it might be whole in a longer text. Only so much text is handed to
     a decoder at a time, because a failure costs time in proportion to it.
     """
-    for reach in _REACHES:
+    reach = 1
+    while True:
         stop = stops[min(reach, len(stops)) - 1]
         piece = text[at:stop]
         try:
@@ -329,12 +363,13 @@ def _read_event(text: str, at: int, stops: Sequence[int]) -> tuple[Event | None,
             found, length = _tolerant.raw_decode(piece)
             return _event_from(found), at + length, False
         except json.JSONDecodeError as error:
-            cut = error.pos >= len(piece.rstrip(" \t\r\n,")) or error.msg.startswith("Unterminated")
+            near_the_end = len(piece.rstrip(" \t\r\n,")) - error.pos < _LONGEST_WORD
+            cut = near_the_end or error.msg.startswith("Unterminated")
         except RecursionError:
             cut = False
         if not cut or reach >= len(stops):
             return None, at, cut
-    return None, at, False
+        reach *= 4
 
 
 def _event_from(found: Any) -> Event:
@@ -342,28 +377,32 @@ def _event_from(found: Any) -> Event:
     if not isinstance(found, dict):
         return Event()
     args = found.get("args")
+    times: dict[str, Any] = {key: _raw(found[key]) for key in ("ts", "dur") if key in found}
     return Event(
         ph=_text(found.get("ph")),
         cat=_text(found.get("cat")),
         name=_text(found.get("name")),
+        pid=_scalar(found.get("pid")),
+        tid=_scalar(found.get("tid")),
         args=_args_from(args) if isinstance(args, dict) else None,
-        **{key: _raw(found[key]) for key in ("pid", "tid", "ts", "dur") if key in found},
+        **times,
     )
 
 
 def _args_from(found: dict[str, Any]) -> Args:
     values: dict[str, Any] = {}
-    for info in msgspec.structs.fields(Args):
-        value = found.get(info.encode_name)
+    for name, key, is_raw in _ARGS:
+        value = found.get(key)
         if value is None:
             continue
-        if info.type is msgspec.Raw:
-            values[info.name] = _raw(value)
-        elif isinstance(value, _Number):
-            values[info.name] = float(value)
-        elif isinstance(value, str | int | float):
-            values[info.name] = _printable(value)
+        values[name] = _raw(value) if is_raw else _scalar(value)
     return Args(**values)
+
+
+def _scalar(value: Any) -> Scalar:
+    if isinstance(value, _Number):
+        return float(value)
+    return _printable(value) if isinstance(value, str | int | float) else None
 
 
 def _text(value: Any) -> str:
@@ -382,6 +421,9 @@ def _printable(value: Any) -> Any:
     if isinstance(value, dict):
         return {_printable(key): _printable(item) for key, item in value.items()}
     return [_printable(item) for item in value] if isinstance(value, list) else value
+
+
+_ARGS = [(field.name, field.encode_name, field.type is msgspec.Raw) for field in msgspec.structs.fields(Args)]
 
 
 class _Number(str):
@@ -406,9 +448,9 @@ def _mended(text: str, at: int, stop: int) -> tuple[Event | None, int]:
     if (name := _NAME.search(piece)) and (end := _NAME_END.search(piece, name.end())):
         inside = _QUOTE.sub(r"\"", piece[name.end() : end.start()])
         piece = piece[: name.end()] + inside + piece[end.start() :]
-    try:
-        found, length = _tolerant.raw_decode(piece)
-        return _event_from(found), stop - (len(piece) - length)
-    except _UNREADABLE:
-        closing = _LAST_END.search(text, at, stop) if stop == len(text) else None
-        return None, closing.end() if closing else stop
+    if len(piece) != stop - at:
+        with suppress(*_UNREADABLE):
+            found, length = _tolerant.raw_decode(piece)
+            return _event_from(found), stop - (len(piece) - length)
+    closing = _LAST_END.search(text, at, stop) if stop == len(text) else None
+    return None, closing.end() if closing else stop
