@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
-from msgspec import Raw
 
 from slipstream.core.intervals import Int64Array
 from slipstream.core.timeline import UNKNOWN, Interner
@@ -76,7 +75,7 @@ class Rows:
             if event.ph == "X":
                 by_category.setdefault(event.cat, []).append(event)
             elif event.ph == "M" and event.name == "thread_name" and event.args is not None:
-                self.thread_labels[_plain(event.tid)] = str(event.args.name)
+                self.thread_labels[str(event.tid)] = str(event.args.name)
         for category, found in by_category.items():
             self.categories[category.lower()] += len(found)
             if sink := self._sinks.get(category.lower()):
@@ -116,7 +115,7 @@ class Rows:
         self._take_operators([event for event in events if wait in event.name or synchronize in event.name])
 
     def _take_notes(self, events: list[Event]) -> None:
-        self._add(self.notes, events, **self._said(events), thread=self._threads(events))
+        self._add(self.notes, events, **self._said(events, annotate=True), thread=self._threads(events))
 
     def _take_device_notes(self, events: list[Event]) -> None:
         self._add(self.device_notes, events, **self._places(events))
@@ -139,31 +138,34 @@ class Rows:
         table.add(**block)
 
     def _threads(self, events: list[Event]) -> Int64Array:
-        """Threads by number; some writers put the same number in quotes in some events."""
-        written = self._written.all([(bytes(event.pid), bytes(event.tid)) for event in events])
-        places = [place for place in self._written.values() if isinstance(place, tuple)]
-        return np.array(self.threads.all([(_plain(pid), _plain(tid)) for pid, tid in places]), np.int64)[written]
+        """Host thread of each event. The same number is one thread whether it is written as a number or as text."""
+        written = Interner()
+        index = np.array(written.all([(event.pid, event.tid) for event in events]), np.int64)
+        threads = self.threads.all([(str(pid), str(tid)) for pid, tid in cast(Any, written.values())])
+        return np.array(threads, np.int64)[index]
 
     def _places(self, events: list[Event]) -> dict[str, Int64Array]:
         """Device and stream of each event: from `args`, else from where a viewer would draw it."""
         devices, streams = [], []
         for event in events:
             args = event.args or _NO_ARGS
-            devices.append(args.device if args.device is not None else _plain(event.pid))
-            streams.append(args.stream if args.stream is not None else _plain(event.tid).removeprefix("stream "))
+            devices.append(args.device if args.device is not None else str(event.pid))
+            streams.append(args.stream if args.stream is not None else str(event.tid).removeprefix("stream "))
         return {
             "device": np.array(self.devices.all(map(str, devices)), np.int64),
             "stream": np.array(self.streams.all(map(str, streams)), np.int64),
         }
 
-    def _said(self, events: list[Event]) -> dict[str, Int64Array]:
+    def _said(self, events: list[Event], *, annotate: bool = False) -> dict[str, Int64Array]:
         """What each event says about a collective, and the collective's recorded number."""
-        add = self.descriptions.add
-        said = np.array([add(event.name, event.args) for event in events], np.int64)
-        numbers: list[Any] = [None] * len(events)
-        for index in np.flatnonzero(said != UNKNOWN):
-            numbers[index] = (events[index].args or _NO_ARGS).sequence
-        return {"collective": said, "sequence": whole_numbers(numbers)}
+        said = np.full(len(events), UNKNOWN, np.int64)
+        sequence = said.copy()
+        for index, event in enumerate(events):
+            # Few events say anything: look before the call.
+            if (args := event.args) is not None and (args.collective is not None or annotate):
+                said[index] = self.descriptions.add(event.name, args)
+                sequence[index] = whole_numbers([args.sequence])[0]
+        return {"collective": said, "sequence": sequence}
 
 
 def _correlations(events: list[Event]) -> Int64Array:
@@ -172,7 +174,3 @@ def _correlations(events: list[Event]) -> Int64Array:
 
 def _external_ids(events: list[Event]) -> Int64Array:
     return whole_numbers([(event.args or _NO_ARGS).external_id for event in events])
-
-
-def _plain(raw: Raw | bytes) -> str:
-    return bytes(raw).decode("utf-8", "replace").strip('"')
