@@ -13,15 +13,23 @@ pytest.importorskip("torch")
 from slipstream.runtime.split_choice import UNSPLIT, Link, Problem, Rates, Split, choose_split, predicted_ns
 
 NVLINK = Link(alpha_ns=0.0, bytes_per_s=450e9)
-H100 = Rates(989e12, launch_ns=0.0, full_rows=512, gather=NVLINK, scatter=NVLINK, ring=NVLINK)
+H100 = Rates(989e12, launch_ns=0.0, row_costs=((512, 512),), gather=NVLINK, scatter=NVLINK, ring=NVLINK)
 GATE_UP = Problem("gather", ranks=8, rows=8192, moved=8192, multiplied=7168, element_bytes=2)
 
+
+def falling(drawn: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Costs a row that do not rise with the number of rows."""
+    rows, a_row = sorted({rows for rows, _ in drawn}), sorted((cost for _, cost in drawn), reverse=True)
+    return tuple((few, few * cost) for few, cost in zip(rows, a_row, strict=False))
+
+
 links = st.builds(Link, alpha_ns=st.floats(0, 1e6), bytes_per_s=st.floats(1e7, 1e12))
+row_costs = st.lists(st.tuples(st.integers(1, 4096), st.floats(1, 8)), min_size=1).map(falling)
 rates = st.builds(
     Rates,
     flops_per_s=st.floats(1e9, 1e15),
     launch_ns=st.floats(0, 1e5),
-    full_rows=st.integers(1, 4096),
+    row_costs=row_costs,
     gather=links,
     scatter=links,
     ring=links,
@@ -68,6 +76,12 @@ def test_what_hides_does_not_depend_on_the_tokens(n_out: int, hides: bool) -> No
         assert (split == pytest.approx(gemm + transfer / 4)) is hides
 
 
+def test_few_rows_cost_what_was_measured() -> None:
+    measured = replace(H100, row_costs=((64, 90), (128, 140), (512, 512)))
+    found = [measured.gemm_ns(rows, 989e12 / 2e9) for rows in (8, 64, 96, 512, 600)]
+    assert found == pytest.approx([90, 90, 115, 512, 600])
+
+
 @given(problems, rates, chunks, st.sampled_from(["ring", "chunked"]))
 def test_no_split_beats_the_longer_of_compute_and_transfer(problem: Problem, rate: Rates, c: int, how: str) -> None:
     link = {"ring": rate.ring, "gather": rate.gather, "scatter": rate.scatter}[
@@ -93,6 +107,6 @@ def test_nothing_is_split_where_hiding_costs_what_it_saves(problem: Problem, rat
 def test_a_slow_reduce_scatter_makes_the_ring_the_better_scatter() -> None:
     """gloo's reduce-scatter moves twice the bytes."""
     wire = Link(2e5, 118e6)
-    gloo = Rates(60e9, 2e3, 16, gather=wire, scatter=replace(wire, bytes_per_s=59e6), ring=wire)
+    gloo = Rates(60e9, 2e3, ((16, 16),), gather=wire, scatter=replace(wire, bytes_per_s=59e6), ring=wire)
     problem = Problem("scatter", ranks=2, rows=512, moved=1024, multiplied=2048, element_bytes=4)
     assert choose_split(problem, gloo).exchange == "ring"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -26,25 +28,25 @@ def measure_rates(
     """Time GEMMs of (rows, k) by (k, n_out) and transfers of (rows, k), alone and beside each other.
 
     Give the shape that matters most, as one rank multiplies it. Call it on all ranks of a group of two or more, with
-    nothing else running; it takes about 100 GEMMs and transfers. All ranks get the same rates, those of the slowest.
+    nothing else running; it takes about a hundred GEMMs and transfers. All ranks get the same rates: the slowest's.
     """
-    rank, size = rank_and_size(group)
-    probe = _Probe(group, rank, size, torch.ones(-(-rows // size) * size, k, dtype=dtype, device=device))
+    _, size = rank_and_size(group)
+    probe = _Probe(group, size, torch.ones(-(-rows // size) * size, k, dtype=dtype, device=device))
     x, weight = torch.ones(rows, k, dtype=dtype, device=device), torch.ones(k, n_out, dtype=dtype, device=device)
-    few = max(1, rows // 32)
-    gemm, floor, launch = (
-        probe.median(lambda: x @ weight),
-        probe.median(lambda: x[:few] @ weight),
-        probe.median(lambda: x[:1, :1] @ weight[:1, :1]),
-    )
-    gather, scatter, ring = (probe.link(start) for start in (probe.gather, probe.scatter, probe.ring))
+    launch = probe.median(lambda: x[:1, :1] @ weight[:1, :1])
+    # Halves of halves, in one go: a machine that is slower for a while is slower for all of them.
+    sizes = [rows >> halvings for halvings in range(7) if rows >> halvings]
+    times = probe.medians([partial(torch.mm, x[:few], weight) for few in sizes])
+    whole = max(times[0] - launch, 1.0)
+    # Rows do not get cheaper in smaller GEMMs; where they seem to, that is noise.
+    a_row = accumulate((rows * (ns - launch) / whole / few for few, ns in zip(sizes, times, strict=True)), max)
     return Rates(
-        flops_per_s=2e9 * rows * k * n_out / max(gemm - launch, 1.0),
+        flops_per_s=2e9 * rows * k * n_out / whole,
         launch_ns=launch,
-        full_rows=min(rows, round(rows * max(floor - launch, 0.0) / max(gemm - launch, 1.0))),
-        gather=gather,
-        scatter=scatter,
-        ring=ring,
+        row_costs=tuple(sorted((few, few * cost) for few, cost in zip(sizes, a_row, strict=True))),
+        gather=probe.link(probe.gather, size - 1),
+        scatter=probe.link(probe.scatter, size - 1),
+        ring=probe.link(probe.ring, 1),
         friction=probe.friction(lambda: x @ weight),
     )
 
@@ -52,7 +54,7 @@ def measure_rates(
 class _Probe:
     """Runs and times transfers of one matrix, or of its first elements."""
 
-    def __init__(self, group: Group, rank: int, size: int, whole: torch.Tensor) -> None:
+    def __init__(self, group: Group, size: int, whole: torch.Tensor) -> None:
         self.group, self.size, self.whole = group, size, whole.flatten()
         self.other = torch.empty_like(self.whole)
 
@@ -66,20 +68,17 @@ class _Probe:
         """One hop. All of a gather's n - 1 would only repeat it."""
         return collectives.ring_exchange(self.whole[:elements], self.other[:elements], self.group)
 
-    def link(self, start: Callable[[int], list[dist.Work]]) -> Link:
-        """Alpha from a small message, bandwidth from the largest."""
+    def link(self, start: Callable[[int], list[dist.Work]], received: int) -> Link:
+        """Alpha from a small message, bandwidth from the largest, which brings `received` times what a rank sends."""
         most = len(self.whole) // self.size
-        hops = 1 if start == self.ring else self.size - 1
-        small, large = min(SMALL, most), most
-        alpha = self.median(lambda: _finish(start(small)))
-        slowest = self.median(lambda: _finish(start(large)))
-        return Link(alpha, 1e9 * hops * large * self.whole.element_size() / max(slowest - alpha, 1.0))
+        alpha, slowest = self.medians([lambda: _finish(start(min(SMALL, most))), lambda: _finish(start(most))])
+        return Link(alpha, 1e9 * received * most * self.whole.element_size() / max(slowest - alpha, 1.0))
 
     def friction(self, compute: Callable[[], object]) -> float:
-        """What of the shorter of GEMMs and a transfer, run at once, is not gained."""
+        """Measure what of the shorter of GEMMs and a transfer, run at once, is not gained."""
         most = len(self.whole) // self.size
-        transfer = self.median(lambda: _finish(self.gather(most)))
-        gemms = max(1, round(transfer / self.median(compute)))
+        transfer, gemm = self.medians([lambda: _finish(self.gather(most)), compute])
+        gemms = max(1, round(transfer / gemm))
 
         def computing() -> None:
             for _ in range(gemms):
@@ -90,15 +89,20 @@ class _Probe:
             computing()
             _finish(works)
 
-        alone, together = self.median(computing), self.median(both)
+        transfer, alone, together = self.medians([lambda: _finish(self.gather(most)), computing, both])
         return max(0.0, together - max(alone, transfer)) / min(alone, transfer)
 
     def median(self, call: Callable[[], object]) -> float:
-        """Nanoseconds of the call: the median here, the largest of all ranks."""
-        times = [self._time(call) for _ in range(REPEATS)]
-        slowest = torch.tensor([statistics.median(times)], dtype=torch.float64, device=self.whole.device)
+        """Nanoseconds of the call: the median of its times here, the largest of all ranks."""
+        return self.medians([call])[0]
+
+    def medians(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Time several calls in turn, so that a disturbance meets all of them."""
+        times = [[self._time(call) for call in calls] for _ in range(REPEATS)]
+        medians = [statistics.median(column) for column in zip(*times, strict=True)]
+        slowest = torch.tensor(medians, dtype=torch.float64, device=self.whole.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-        return float(slowest.item())
+        return [float(ns) for ns in slowest.tolist()]
 
     def _time(self, call: Callable[[], object]) -> int:
         dist.barrier(self.group)

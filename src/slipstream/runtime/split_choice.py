@@ -3,7 +3,7 @@
 A GEMM of M rows, and a transfer of those rows, `moved` elements each, over n ranks. The GEMM turns them into (gather),
 or makes them from (scatter), rows of `multiplied` elements on this rank. Alone they take
 
-    G(M) = launch + 2 max(M, full_rows) moved multiplied / F       a GEMM; fewer rows than full_rows take as long
+    G(M) = launch + 2 cost(M) moved multiplied / F                 a GEMM; few rows cost as much as more of them
     X(b) = alpha + b / B                                           a message that brings a rank b bytes
 
 and together, in c chunks, with S = (n - 1)/n M moved bytes to receive,
@@ -20,12 +20,14 @@ In c chunks 1/c of the transfer stays exposed. All else hides when a chunk's GEM
 `moved` cancel: in bf16 when n_out = n multiplied >= (n - 1) F/B, whatever the tokens. Worked, at the peak rates of H100
 SXM (F = 989 TFLOP/s, B = 450 GB/s), n = 8, where (n - 1) F/B = 15,384. Gate and up of Llama-3 70B have moved = 8,192,
 n_out = 57,344, multiplied = 7,168. At 8,192 tokens G = 973 us, S = 117 MB, X = 261 us: unsplit 1,234 us; in 4 chunks
-973 + 261/4 = 1,038 us, 1.19 times faster. At 512 tokens, with full_rows = 512 (splitting and not splitting were seen to
-cross there on 8 x H100), G = 61 us and X = 16 us: unsplit 77 us, in 2 chunks 2 x 61 + 8 = 130 us, so it is left whole.
+973 + 261/4 = 1,038 us, 1.19 times faster. At 512 tokens, with cost(M) = max(M, 512) (splitting and not splitting were
+seen to cross there on 8 x H100), G = 61 us and X = 16 us: unsplit 77 us, in 2 chunks 2 x 61 + 8 = 130 us, so it is left
+whole.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -74,8 +76,11 @@ class Rates:
 
     flops_per_s: float
     launch_ns: float
-    full_rows: int
-    """A GEMM of fewer rows takes as long as one of so many: its weight must be read and its tiles fill no SM."""
+    row_costs: tuple[tuple[int, float], ...]
+    """(rows, rows at full speed that take as long), ascending: a GEMM of few rows reads a whole weight, fills no SM.
+
+    Straight lines between them, level before the first, full speed after the last: ((512, 512),) is max(rows, 512).
+    """
     gather: Link
     scatter: Link
     ring: Link
@@ -84,7 +89,17 @@ class Rates:
 
     def gemm_ns(self, rows: float, columns: float) -> float:
         """Time of a GEMM of 2 x rows x columns FLOPs; `columns` is k x n_out."""
-        return self.launch_ns + 2e9 * max(rows, self.full_rows) * columns / self.flops_per_s
+        return self.launch_ns + 2e9 * self._cost(rows) * columns / self.flops_per_s
+
+    def _cost(self, rows: float) -> float:
+        most, at_most = self.row_costs[-1]
+        if rows >= most:
+            return at_most + rows - most
+        above = bisect_right([known for known, _ in self.row_costs], rows)
+        if above == 0:
+            return self.row_costs[0][1]
+        (low, at_low), (high, at_high) = self.row_costs[above - 1 : above + 1]
+        return at_low + (at_high - at_low) * (rows - low) / (high - low)
 
 
 @dataclass(frozen=True)
