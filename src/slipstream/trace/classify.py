@@ -44,6 +44,12 @@ KERNELS: tuple[Rule, ...] = (
         "TorchInductor: triton_poi_fused_all_gather_into_tensor_1 is a copy beside the gather",
     ),
     Rule(
+        r"\b(deep_ep|dpsk::ep)::layout::",
+        Kind.COMPUTE,
+        "counts on its own device where each token goes; dispatch and combine move them",
+        "DeepEP's get_dispatch_layout",
+    ),
+    Rule(
         r"^__amd_rocclr_(copy|fill)Buffer",
         Kind.COPY,
         "the ROCm runtime copies and fills with blit kernels; they compute nothing",
@@ -66,10 +72,12 @@ KERNELS: tuple[Rule, ...] = (
         "PyTorch symmetric memory, DeepEP",
     ),
     Rule(
-        r"(?i)(dpsk::ep::|deep_ep::|deepep|hybrid_ep::|uccl(_ep)?::|pplx.*(dispatch|combine|all_?to_?all)|mori::|EpDispatch|EpCombine)",
+        r"(?i)dpsk::ep::|deep_ep::|deepep|hybrid_ep::|uccl(_ep)?::|pplx.*(dispatch|combine|all_?to_?all)|\bmori::"
+        r"|(?-i:\bEp(Dispatch|Combine)|moeA2A)",
         Kind.COMM,
         "expert-parallel dispatch and combine move tokens between GPUs under names of their own",
-        "DeepEP, hybrid EP, UCCL, pplx-kernels and MORI; 113 ms of them counted as 0 by readers that look for nccl",
+        "DeepEP, hybrid EP, UCCL, pplx-kernels, MORI, TensorRT-LLM; 113 ms of them counted as 0 by readers that look "
+        "for nccl",
     ),
     Rule(
         r"cross_device_reduce|reduce_scatter_cross_device|all_?gather_cross_device|quickreduce|custom_all_?reduce",
@@ -128,7 +136,7 @@ HOST_COMM = re.compile(r"^(gloo|mpi|ucc|xccl|oneccl|ccl):")
 HOST_LAUNCH_ANNOTATION = re.compile(r"^(nccl|gloo|mpi|ucc|xccl|hccl|ccl|rccl):(\w+)")
 """Host annotations that a process group puts around the launch of a collective."""
 
-COLLECTIVE_HOST_OPS = re.compile(r"^(c10d|_c10d_functional|_c10d_functional_autograd|symm_mem|record_param_comms)\b")
+COLLECTIVE_HOST_OPS = re.compile(r"^(c10d|_?c10d_functional(_autograd)?|symm_mem|record_param_comms)\b")
 """Host operators that launch, wait for, or describe communication."""
 
 HOST_WAIT = re.compile(r"(?i)wait_tensor|\bbarrier\b|monitored_barrier|\bwait\b|\bsynchronize\b|\bjoin\b")
