@@ -63,8 +63,8 @@ class Waits:
 
 
 def measure(timelines: Sequence[Timeline], overlaps: Sequence[Overlap]) -> Waits | None:
-    """Match collectives across ranks; None if there is only one rank."""
-    if len({timeline.rank for timeline in timelines}) < 2:
+    """Match collectives across ranks; None if there is only one rank (and device)."""
+    if len({(timeline.rank, timeline.device) for timeline in timelines}) < 2:
         return None
     matches, unmatched, partial = _match(timelines, overlaps)
     waits = [np.full(len(overlap.shares.rows), UNKNOWN, np.int64) for overlap in overlaps]
@@ -137,7 +137,7 @@ def _match(timelines: Sequence[Timeline], overlaps: Sequence[Overlap]) -> tuple[
 
 
 def _buckets(timeline: Timeline, overlap: Overlap) -> dict[Key, list[tuple[int, str, int]]]:
-    """Collectives of one timeline by group and step: (recorded number or -1, operation, position in the shares)."""
+    """Collectives of one timeline that are counted together: (recorded number or -1, operation, position)."""
     buckets: dict[Key, list[tuple[int, str, int]]] = defaultdict(list)
     rows = overlap.shares.rows
     lanes = list(dict.fromkeys(timeline.lane[rows].tolist()))
@@ -149,7 +149,9 @@ def _buckets(timeline: Timeline, overlap: Overlap) -> dict[Key, list[tuple[int, 
         group = Group(collective.group.name, "", collective.group.size, collective.group.ranks)
         unnamed = lanes.index(lane) if not group.name else 0
         step_number = timeline.steps[step].number if step != UNKNOWN else None
-        buckets[(group, unnamed, step_number)].append((number, collective.op, position))
+        # A recorded number names the instance; without one, its place in the step has to.
+        place = ("number", number) if number != UNKNOWN else (unnamed, step_number)
+        buckets[(group, *place)].append((number, collective.op, position))
     return buckets
 
 
