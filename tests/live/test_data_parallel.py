@@ -1,17 +1,8 @@
-"""Bucketed data parallel on real ranks, against one process that sees everybody's data.
-
-Weights and data are small integers, so every sum is exact in any order, and results must be equal bit for bit. Buffers
-hold NaN before each use. Between steps, parameters are rounded to small integers again, on all sides alike.
-"""
+"""Bucketed data parallel on real ranks: exact results, order of events, counts of collectives, agreement on plans."""
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -19,371 +10,131 @@ import pytest
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.live
 
-import torch.distributed as dist  # noqa: E402
+import data_parallel_cases as cases  # noqa: E402
+from data_parallel_cases import CASES, FEWER, STEPS, run_cases  # noqa: E402
 from ranks import run_ranks  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from slipstream.runtime import collectives  # noqa: E402
-from slipstream.runtime.buckets import ByCap, ByFinish, Fixed, Link, Planner  # noqa: E402
-from slipstream.runtime.data_parallel import DataParallel  # noqa: E402
-from slipstream.runtime.tail import StepByBucket  # noqa: E402
-from slipstream.runtime.zero1 import Zero1  # noqa: E402
+Events = list[tuple[str, Any]]
 
-WIDTH, BATCH, STEPS = 6, 3, 4
 
-# --- models ----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    """What each of two ranks found, in every case."""
+    return run_ranks(2, run_cases, list(CASES), timeout=300)
 
 
-class Layers(nn.Module):
-    """Linear layers; `run` says how forward uses them."""
-
-    def __init__(self, run: Callable[[Layers, Any], Any], count: int = 4, dtype: Any = torch.float32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(count))
-        self.run = run
-
-    def forward(self, x: Any) -> Any:
-        return self.run(self, x)
-
-
-def in_turn(model: Layers, x: Any) -> Any:
-    for layer in model.layers:
-        x = layer(x).relu()
-    return x
-
-
-def one_twice(model: Layers, x: Any) -> Any:
-    return model.layers[2](model.layers[0](model.layers[1](model.layers[0](x)).relu()))
-
-
-def checkpointed(model: Layers, x: Any, reentrant: bool) -> Any:
-    """Layer 0 lies in two checkpointed pieces: under reentrant checkpointing its gradient arrives twice."""
-    x = x.requires_grad_()  # the reentrant kind differentiates nothing for the sake of parameters alone
-    x = checkpoint(lambda y: model.layers[1](model.layers[0](y)).relu(), x, use_reentrant=reentrant)
-    x = checkpoint(lambda y: model.layers[0](y).relu(), x, use_reentrant=reentrant)
-    return model.layers[2](x)
-
-
-def reentrant(model: Layers, x: Any) -> Any:
-    return checkpointed(model, x, True)
-
-
-def not_reentrant(model: Layers, x: Any) -> Any:
-    return checkpointed(model, x, False)
-
-
-@dataclass
-class Output:
-    logits: Any
-    extras: dict[str, Any] = field(default_factory=dict)
-
-
-def as_dataclass(model: Layers, x: Any) -> Any:
-    return Output(in_turn(model, x), {"nothing": None})
-
-
-def weight_read_by_parent(model: Layers, x: Any) -> Any:
-    """As torch's MultiheadAttention does with its output projection: layer 1 is never called."""
-    x = model.layers[0](x).relu()
-    x = nn.functional.linear(x, model.layers[1].weight, model.layers[1].bias)
-    return model.layers[2](x)
-
-
-def some_by_rank(model: Layers, x: Any) -> Any:
-    """Layer 0 is used by all, layer 1 by rank 0, layer 2 by odd ranks, layer 3 by nobody; the data tells the rank."""
-    rank = int(x[0, 0]) % 100
-    x = model.layers[0](x % 100 - rank)
-    if rank == 0:
-        x = model.layers[1](x)
-    return model.layers[2](x) if rank % 2 else x
-
-
-def build(run: Callable[[Layers, Any], Any] = in_turn, count: int = 4, dtype: Any = torch.float32) -> Any:
-    return to_integers(Layers(run, count, dtype))
-
-
-def tied() -> Any:
-    model = build()
-    model.layers[3].weight = model.layers[0].weight
-    return model
-
-
-def frozen() -> Any:
-    model = build()
-    for parameter in model.layers[1].parameters():
-        parameter.requires_grad_(False)
-    return model
-
-
-def mixed() -> Any:
-    """Every other layer in float64."""
-    model = build(lambda m, x: m.layers[2](m.layers[1](m.layers[0](x).double()).float().relu()), count=3)
-    model.layers[1].double()
-    return model
-
-
-class Images(nn.Module):
-    """Convolutions in channels last, whose parameters are not contiguous."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolutions = nn.Sequential(nn.Conv2d(2, 3, 2), nn.ReLU(), nn.Conv2d(3, 2, 2))
-
-    def forward(self, x: Any) -> Any:
-        return self.convolutions(torch.stack([x, -x], 1).unsqueeze(-1).expand(-1, -1, -1, WIDTH))
-
-
-def images() -> Any:
-    return to_integers(Images().to(memory_format=torch.channels_last))
-
-
-def to_integers(model: Any) -> Any:
-    """Round parameters to integers from -2 to 2."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_((parameter * 7).round().remainder(5) - 2)
-    return model
-
-
-# --- one case, on one rank -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model and the options it is trained with; `slow` models have hooks that do not run in deterministic mode."""
-
-    model: Callable[[], Any] = build
-    plan: Planner = field(default_factory=lambda: ByFinish(Link(1e-5, 1e6)))
-    tail: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    micro_batches: int = 1
-    clip: bool = False
-    by_rank: bool = False
-    keep_gradients: bool = False
-
-
-def data(step: int, rank: int, micro: int, case: Case) -> Any:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    x = torch.randint(-2, 3, (BATCH, WIDTH), generator=generator).float()
-    return x + rank if case.by_rank else x
-
-
-def scalar(output: Any) -> Any:
-    """A loss with integer gradients."""
-    output = output.logits if isinstance(output, Output) else output
-    return (output.float() * (torch.arange(output.numel()).reshape(output.shape) % 3 - 1)).sum()
-
-
-def expected_gradients(model: Any, step: int, case: Case) -> None:
-    """Sum of all ranks' gradients as the wire rounds them, divided by their number, in `.grad`.
-
-    The result travels as well, and is rounded once more, unless it stays where it was summed.
-    """
-    wire = case.options.get("wire_dtype")
-    wire_back = None if case.tail == "zero1" else wire
-    ranks = dist.get_world_size()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    kept = [p.grad for p in parameters]
-    total: list[Any] = [None] * len(parameters)
-    for rank in range(ranks):
-        model.zero_grad()
-        for micro in range(case.micro_batches):
-            scalar(model(data(step, rank, micro, case))).backward()
-        for i, parameter in enumerate(parameters):
-            if parameter.grad is not None:
-                gradient = parameter.grad if kept[i] is None else parameter.grad + kept[i]
-                gradient = gradient.to(wire).to(parameter.dtype) if wire else gradient
-                total[i] = gradient if total[i] is None else total[i] + gradient
-    for parameter, gradient in zip(parameters, total, strict=True):
-        if gradient is not None and case.options.get("mean", True):
-            gradient = gradient / ranks
-        parameter.grad = gradient.to(wire_back).to(parameter.dtype) if wire_back and gradient is not None else gradient
-
-
-def fill_with_garbage(model: Any) -> None:
-    for bucket in model.reducer.buckets:
-        for flat in bucket.flats:
-            flat.buffer.fill_(float("nan"))
-
-
-def wrap(case: Case, module: Any, events: list[Any]) -> tuple[Any, Any]:
-    """The wrapped model and what steps it."""
-
-    def observe(event: str, subject: str | int) -> None:
-        events.append((event, subject))
-        if event == "gather":  # only this rank's own share is right before a gather
-            for share in optimizer._shares[subject]:
-                own = share.own.clone()
-                share.values.buffer.fill_(float("nan"))
-                share.own.copy_(own)
-
-    model = DataParallel(module, plan=case.plan, observe=observe, **case.options)
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
-    if case.tail:
-        optimizer = {"step": StepByBucket, "zero1": Zero1}[case.tail](optimizer, model)
-    return model, optimizer
-
-
-def one_step(model: Any, optimizer: Any, step: int, case: Case) -> None:
-    for micro in range(case.micro_batches):
-        with model.no_sync() if micro + 1 < case.micro_batches else nullcontext():
-            scalar(model(data(step, dist.get_rank(), micro, case))).backward()
-
-
-def differences(ours: Any, reference: Any, what: Callable[[Any], Any]) -> list[str]:
-    found = []
-    for (name, a), (_, b) in zip(ours.named_parameters(), reference.named_parameters(), strict=True):
-        x, y = what(a), what(b)
-        if (x is None) != (y is None) or (x is not None and not torch.equal(x, y)):
-            found.append(f"{name}: {x} is not {y}")
-    return found
-
-
-def run_case(case: Case) -> dict[str, Any]:
-    """Train both sides; gives the differences after each step, the events and the counts of collectives."""
-    torch.manual_seed(0)
-    reference = case.model()
-    module = copy.deepcopy(reference)
-    if dist.get_rank():  # all start as rank 0
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.fill_(float("nan"))
-    events: list[Any] = []
-    model, optimizer = wrap(case, module, events)
-    their_optimizer = torch.optim.SGD(reference.parameters(), lr=0.5, momentum=0.5)
-    wrong: list[str] = []
-    counts: list[Counter[str]] = []
-    plans = []
-    for step in range(STEPS):
-        if not case.keep_gradients:
-            fill_with_garbage(model)
-        events.append(("step", step) if not case.tail else ("begin", step))
-        with counted() as count:
-            one_step(model, optimizer, step, case)
-            expected_gradients(reference, step, case)
-            if not case.tail:
-                wrong += [f"step {step} grad {d}" for d in differences(module, reference, lambda p: p.grad)]
-            if case.clip:
-                clip(model, optimizer, reference, case)
-            optimizer.step()
-        their_optimizer.step()
-        if case.tail == "zero1":
-            optimizer.wait()
-        wrong += [f"step {step} {d}" for d in differences(module, reference, lambda p: p.detach())]
-        if not case.keep_gradients:
-            optimizer.zero_grad()
-            their_optimizer.zero_grad()
-        to_integers(module)
-        to_integers(reference)
-        counts.append(count)
-        plans.append(model.report.plan)
-    model.remove()
-    return {"wrong": wrong, "events": events, "counts": counts, "plans": plans}
-
-
-def clip(model: Any, optimizer: Any, reference: Any, case: Case) -> None:
-    nn.utils.clip_grad_norm_(reference.parameters(), 3.0)
-    if case.tail:
-        optimizer.clip_grad_norm_(3.0)
-    else:
-        nn.utils.clip_grad_norm_(model.parameters(), 3.0)
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """Count the collectives that are started."""
-    count: Counter[str] = Counter()
-
-    def counting(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            count[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    places = [(dist, "all_reduce"), (dist, "all_to_all_single"), (collectives, "_all_gather")]
-    with pytest.MonkeyPatch.context() as patch:
-        for place, name in places:
-            patch.setattr(place, name, counting(name.strip("_"), getattr(place, name)))
-        yield count
-
-
-def run_cases(names: list[str]) -> dict[str, Any]:
-    torch.use_deterministic_algorithms(True)  # fills every torch.empty with NaN
-    results = {}
-    for name in names:
-        try:
-            results[name] = run_case(CASES[name])
-        except Exception as error:
-            raise RuntimeError(f"case {name}") from error
-    return results
-
-
-# --- the cases -------------------------------------------------------------------------------------------------------
-
-SHUFFLED = ("layers.2.bias", "layers.0.weight", "layers.3.weight", "layers.1.bias", "layers.0.bias", "layers.3.bias")
-SHUFFLED += ("layers.1.weight", "layers.2.weight")
-
-PLANS: dict[str, Planner] = {
-    "planned": ByFinish(Link(1e-5, 1e6)),
-    "measured": ByFinish(),
-    "one bucket": ByCap((10**9,)),
-    "capped": ByCap((100, 200)),
-    "one each": ByCap((1,)),
-    "backwards": Fixed((SHUFFLED[:3], SHUFFLED[3:4], SHUFFLED[4:])),
-}
-
-WIRES: dict[str, dict[str, Any]] = {
-    "": {},
-    "bf16": {"wire_dtype": torch.bfloat16},
-    "sum": {"mean": False},
-    "float64 sums": {"reduce_dtype": torch.float64},
-}
-
-CASES = {
-    " ".join(filter(None, [plan, wire, tail])): Case(plan=PLANS[plan], options=WIRES[wire], tail=tail)
-    for plan, wire, tail in itertools.product(PLANS, WIRES, ["", "step", "zero1"])
-}
-
-MODELS: dict[str, Case] = {
-    "one twice": Case(lambda: build(one_twice, 3)),
-    "reentrant": Case(lambda: build(reentrant, 3)),
-    "not reentrant": Case(lambda: build(not_reentrant, 3)),
-    "dataclass": Case(lambda: build(as_dataclass)),
-    "tied": Case(tied),
-    "frozen": Case(frozen),
-    "mixed": Case(mixed),
-    "images": Case(images),
-    "float64": Case(lambda: build(in_double, 3, torch.float64)),
-    "weight read by parent": Case(lambda: build(weight_read_by_parent, 3)),
-    "accumulation": Case(micro_batches=3),
-    "unused": Case(lambda: build(some_by_rank), options={"unused": "zeros"}, by_rank=True),
-    "all used": Case(options={"unused": "zeros"}),
-    "clipped": Case(clip=True),
-    "kept gradients": Case(keep_gradients=True, options={"mean": False}),
-}
-
-
-def in_double(model: Layers, x: Any) -> Any:
-    return in_turn(model, x.double())
-
-
-for name, case in MODELS.items():
-    for tail in ["", "step", "zero1"]:
-        if (name, tail) in {("kept gradients", "zero1"), ("clipped", "zero1")}:
-            continue
-        changed = Case(**{**{f: getattr(case, f) for f in case.__dataclass_fields__}, "tail": tail})
-        CASES[" ".join(filter(None, [name, tail]))] = changed
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
-def results(request: Any) -> list[dict[str, Any]]:
-    """What each rank found in each case."""
-    return run_ranks(request.param, run_cases, list(CASES), timeout=300)
+@pytest.fixture(scope="module", params=[1, 3, 4])
+def others(request: Any) -> list[dict[str, Any]]:
+    return run_ranks(request.param, run_cases, FEWER, timeout=300)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_rank_gets_what_one_process_gets(results: list[dict[str, Any]], name: str) -> None:
-    for rank, result in enumerate(results):
-        assert result[name]["wrong"] == [], f"rank {rank}"
+def test_two_ranks_get_what_one_process_gets(two: list[dict[str, Any]], name: str) -> None:
+    assert [result[name]["wrong"] for result in two] == [[], []]
+
+
+@pytest.mark.parametrize("name", FEWER)
+def test_every_number_of_ranks_gets_what_one_process_gets(others: list[dict[str, Any]], name: str) -> None:
+    assert [result[name]["wrong"] for result in others] == [[]] * len(others)
+
+
+def subjects(events: Events, kind: str) -> list[Any]:
+    return [subject for event, subject in events if event == kind]
+
+
+def steps(two: list[dict[str, Any]], name: str, after: int = 1) -> list[tuple[Events, Counter[str], int]]:
+    """Events, counts and the number of buckets of each step on each rank, once the first backward has been learned."""
+    return [
+        (result[name]["events"][step], result[name]["counts"][step], len(result[name]["reports"][step].buckets))
+        for result in two
+        for step in range(after, STEPS)
+    ]
+
+
+@pytest.mark.parametrize("name", ["one each", "one each bf16", "capped", "any plan 1", "reentrant"])
+def test_buckets_are_launched_in_order_and_before_the_last_gradient_is_ready(two: Any, name: str) -> None:
+    for events, _, buckets in steps(two, name):
+        assert subjects(events, "launch") == subjects(events, "wait") == list(range(buckets))
+        last_ready = max(i for i, (event, _) in enumerate(events) if event == "ready")
+        if name != "any plan 1":  # there, the gradient that comes last is in the first bucket
+            assert events.index(("launch", 0)) < last_ready
+        assert events.index(("wait", 0)) > last_ready, "a wait during backward would stop compute"
+        assert events.index(("wait", buckets - 1)) < max(
+            i for i, (event, _) in enumerate(events) if event == "returned"
+        )
+
+
+@pytest.mark.parametrize("name", ["one each", "capped", "tied", "one twice"])
+def test_a_bucket_is_launched_when_its_last_gradient_is_ready(two: Any, name: str) -> None:
+    """No bucket holds back one that is ready: with plans in ready order, a launch follows its last gradient at once."""
+    for result in two:
+        for step in range(2, STEPS):
+            events = result[name]["events"][step]
+            for number, bucket in enumerate(result[name]["reports"][step].buckets):
+                launch = events.index(("launch", number))
+                assert events[launch - 1][0] == "ready"
+                assert events[launch - 1][1] in bucket.names
+
+
+def test_each_gradient_is_ready_once_even_where_it_arrives_twice(two: Any) -> None:
+    for name in ("reentrant", "tied", "one twice", "frozen"):
+        for events, _, _ in steps(two, name):
+            ready = subjects(events, "ready")
+            assert len(ready) == len(set(ready)) == sum(len(b.names) for b in two[0][name]["reports"][0].buckets)
+
+
+def test_the_optimizer_steps_behind_the_reductions_that_are_left(two: Any) -> None:
+    for events, _, buckets in steps(two, "one each step"):
+        after = events[events.index(("launch", buckets - 1)) + 1 :]
+        assert after[0][0] == "returned", "backward does not wait"
+        assert after[1:] == [(event, k) for k in range(buckets) for event in ("wait", "step")]
+
+
+def test_zero1_gathers_what_forward_uses_first_first(two: Any) -> None:
+    for events, _, buckets in steps(two, "one each zero1"):
+        assert subjects(events, "gather") == list(reversed(range(buckets)))
+        assert subjects(events, "step") == list(range(buckets))
+
+
+@pytest.mark.parametrize(
+    ("name", "collectives"),
+    [
+        ("capped", {"all_reduce": 1}),
+        ("capped step", {"all_reduce": 1}),
+        ("capped bf16", {"all_to_all_single": 1, "all_gather": 1}),
+        ("capped zero1", {"all_to_all_single": 1, "all_gather": 1}),
+        ("capped bf16 zero1", {"all_to_all_single": 1, "all_gather": 1}),
+        ("accumulation", {"all_reduce": 1}),
+        ("accumulation zero1", {"all_to_all_single": 1, "all_gather": 1}),
+        ("all used", {"all_reduce": 2}),
+        ("frozen", {"all_reduce": 1}),
+    ],
+)
+def test_a_bucket_costs_so_many_collectives(two: Any, name: str, collectives: dict[str, int]) -> None:
+    for _, count, buckets in steps(two, name, after=3):
+        assert count == {kind: times * buckets for kind, times in collectives.items()}
+
+
+@pytest.mark.parametrize("name", ["measured", "planned", "capped", "measured zero1", "unused"])
+def test_all_ranks_agree_on_plan_and_measurements(two: Any, name: str) -> None:
+    assert two[0][name]["reports"] == two[1][name]["reports"]
+
+
+def test_the_plan_stands_after_two_backwards_or_after_one_where_optimizers_are_sharded(two: Any) -> None:
+    first, second, third, fourth = (report.gradients for report in two[0]["measured"]["reports"])
+    assert first == second != third == fourth, "the second backward is measured warm, and used from the third on"
+    assert len({report.gradients for report in two[0]["measured zero1"]["reports"]}) == 1
+
+
+def test_a_report_adds_up(two: Any) -> None:
+    for name, bytes_each in (("measured", 4), ("capped bf16", 2)):
+        report = two[0][name]["reports"][-1]
+        assert sum(bucket.size for bucket in report.buckets) == bytes_each * sum(
+            p.numel() for p in cases.build().parameters()
+        )
+        times = [gradient.ready_ns for gradient in report.gradients]
+        assert times == sorted(times)
+        assert times[0] > 0
+        assert report.buckets[-1].ready_ns == times[-1]
+        if report.link:
+            assert report.finish_ns > times[-1]

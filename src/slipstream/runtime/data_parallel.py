@@ -57,7 +57,8 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]  # torch is not follo
         super().__init__()
         self.module = module
         self.group = group
-        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._named = list(module.named_parameters())
+        trainable = {name: p for name, p in self._named if p.requires_grad}
         self.reducer = Reducer(
             trainable,
             plan or ByFinish(),
@@ -126,7 +127,7 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]  # torch is not follo
                 "the last backward ended with an error, and the other ranks may be waiting for its reductions",
                 do="end this process; start again from a checkpoint",
             )
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._named:
             if parameter.requires_grad != (name in self.reducer.parameters):
                 state = "unfrozen" if parameter.requires_grad else "frozen"
                 raise UsageError(f"it was {state} after wrapping", where=name, do="remove() the wrapper and wrap again")
@@ -147,9 +148,14 @@ def _check_same_everywhere(module: torch.nn.Module, group: Group, device: torch.
     mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     first: list[Any] = [mine]
     dist.broadcast_object_list(first, group=group, device=device, group_src=0)
-    if mine != first[0]:
-        odd = next((a for a, b in zip(mine, first[0], strict=False) if a != b), f"{len(mine)} against {len(first[0])}")
-        raise UsageError(f"the model differs from that of rank 0: {odd}", do="build the same model on every rank")
+    all_same = torch.tensor(int(mine == first[0]), device=device)
+    dist.all_reduce(all_same, dist.ReduceOp.MIN, group=group)
+    if not all_same.item():  # on every rank, so that none waits for the others
+        odd = next((f"{a} is {b} there" for a, b in zip(mine, first[0], strict=False) if a != b), "in its length")
+        raise UsageError(
+            f"the model differs from rank 0's: {odd}" if mine != first[0] else "the model differs on another rank",
+            do="build the same model on every rank",
+        )
 
 
 def _copy_from_first_rank(module: torch.nn.Module, group: Group) -> None:

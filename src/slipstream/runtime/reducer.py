@@ -217,14 +217,15 @@ class Reducer:
             backward.marks[name] = self._clock.mark()
         if not self.buckets:
             return
-        if backward.arrivals[name] > self._expected[name]:
+        times, expected = backward.arrivals[name], self._expected[name]
+        if times == expected:
+            self._ready(name)
+        elif times > expected:  # it may have been sent already
             raise UsageError(
-                f"its gradient arrived {backward.arrivals[name]} times, and {self._expected[name]} in the first backward",
+                f"its gradient arrived {times} times, and {expected} in the first backward",
                 where=name,
                 do="a module that is checkpointed in several pieces needs use_reentrant=False if their number changes",
             )
-        if backward.arrivals[name] == self._expected[name]:
-            self._ready(name)
 
     def _ready(self, name: str) -> None:
         """Put a complete gradient in its bucket, and launch the buckets that waited for it."""

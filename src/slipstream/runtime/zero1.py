@@ -18,11 +18,10 @@ from slipstream.core.errors import UsageError
 from slipstream.runtime import collectives
 from slipstream.runtime.data_parallel import DataParallel
 from slipstream.runtime.failures import naming
+from slipstream.runtime.optimizer_state import Piece, State, gather_state, load_options, load_state
 from slipstream.runtime.reducer import Bucket
 from slipstream.runtime.reductions import Flat, ReduceScatter, own_share
 from slipstream.runtime.tail import PartialSteps
-
-State = dict[str, Any]
 
 
 class Share:
@@ -31,24 +30,19 @@ class Share:
     def __init__(self, parameters: dict[str, torch.Tensor], values: Flat, own: torch.Tensor) -> None:
         self.values, self.own = values, own
         begin = own.storage_offset()
-        self.pieces: dict[str, torch.Tensor] = {}
-        self.spans: dict[str, tuple[int, int]] = {}  # where the piece lies in the parameter
+        self.pieces: dict[str, Piece] = {}
+        self._spans: dict[str, slice] = {}  # where each piece lies in what this rank owns
         for name, parameter in parameters.items():
             offset = values.offsets[name]
-            first = max(offset, begin)
-            last = min(offset + parameter.numel(), begin + own.numel())
+            first, last = max(offset, begin), min(offset + parameter.numel(), begin + own.numel())
             if first < last:
-                self.pieces[name] = torch.nn.Parameter(own[first - begin : last - begin])
-                self.spans[name] = (first - offset, last - offset)
+                span = slice(first - begin, last - begin)
+                self.pieces[name] = Piece(first - offset, last - offset, torch.nn.Parameter(own[span]))
+                self._spans[name] = span
 
     def gradients(self, result: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each piece's part of this rank's reduced share."""
-        begin = self.own.storage_offset()
-        found = {}
-        for name, (first, last) in self.spans.items():
-            start = self.values.offsets[name] - begin
-            found[name] = result[start + first : start + last]
-        return found
+        return {name: result[span] for name, span in self._spans.items()}
 
 
 class Zero1:
@@ -71,14 +65,18 @@ class Zero1:
                 "the optimizer has state already" if optimizer.state else "the model has run a backward already",
                 do="make Zero1 before the first backward, of an optimizer that makes its state in step()",
             )
+        ours = set(map(id, reducer.parameters.values()))
+        if any(p.requires_grad and id(p) not in ours for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError("the optimizer has parameters that the model has not", do="step those with another one")
         self.optimizer = optimizer
         self._model, self._reducer = model, reducer
         reducer.deferred = reducer.sharded = True
         reducer.reduction = ReduceScatter(reducer.group, reducer.divide, reducer.sum_dtype)
         reducer.on_plan = self._shard
         self._partial = PartialSteps(optimizer)
-        self._originals = [list(group["params"]) for group in optimizer.param_groups]
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._shares: dict[int, list[Share]] = {}  # by bucket
+        self._pieces: dict[int, Piece] = {}  # by id of the parameter
         self._arriving: dict[int, list[dist.Work]] = {}
         self._called: set[torch.nn.Module] = set()
         self._needs: dict[torch.nn.Module, set[int]] = {}
@@ -123,17 +121,40 @@ class Zero1:
             gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))  # torch's own formula
         return norm
 
+    def state_dict(self) -> State:
+        """The whole optimizer's state, as an unsharded one gives it, on every rank's CPU. A collective call."""
+        return gather_state(self.optimizer, self._groups, self._pieces, self._reducer.group)
+
+    def load_state_dict(self, state: State) -> None:
+        """Take over a whole state, of this class or of an unsharded optimizer; before the first backward or later."""
+        load_options(state, self.optimizer, self._groups)
+        if self._pieces:
+            load_state(state, self.optimizer, self._groups, self._pieces)
+        else:
+            self._to_load = state
+
+    def remove(self) -> None:
+        """Take the hooks of this and of the wrapper off the module. Its parameters stay views of flat buffers."""
+        self.wait()
+        self._model.remove()
+        for hook in self._hooks:
+            hook.remove()
+
     def _shard(self) -> None:
         """Move the parameters to flat buffers, and give the optimizer this rank's pieces of them in their stead."""
-        pieces: dict[int, list[torch.Tensor]] = {}
         for bucket in self._reducer.buckets:
             self._shares[bucket.number] = [self._share(bucket, flat) for flat in bucket.flats]
-            for name, parameter in bucket.parameters.items():
-                owned = [share.pieces[name] for share in self._shares[bucket.number] if name in share.pieces]
-                pieces[id(parameter)] = owned
+            for name, piece in self._pieces_of(bucket).items():
+                self._pieces[id(bucket.parameters[name])] = piece
         for group in self.optimizer.param_groups:
-            group["params"] = [piece for p in group["params"] for piece in pieces.get(id(p), [p])]
+            group["params"] = [self._pieces[id(p)].tensor for p in group["params"] if id(p) in self._pieces]
         self._needs = _find_needs(self._model.module, self._reducer.buckets, self._called)
+        if self._to_load is not None:
+            load_state(self._to_load, self.optimizer, self._groups, self._pieces)
+            self._to_load = None
+
+    def _pieces_of(self, bucket: Bucket) -> dict[str, Piece]:
+        return {name: piece for share in self._shares[bucket.number] for name, piece in share.pieces.items()}
 
     def _share(self, bucket: Bucket, gradients: Flat) -> Share:
         parameters = {name: bucket.parameters[name] for name in gradients.slots}
@@ -153,10 +174,9 @@ class Zero1:
 
     def _step(self, bucket: Bucket) -> None:
         self._reducer.observe("step", bucket.number)
-        gradients = self._gradients(bucket)
-        pieces = {name: piece for share in self._shares[bucket.number] for name, piece in share.pieces.items()}
+        pieces = {name: piece.tensor for name, piece in self._pieces_of(bucket).items()}
         with record_function(f"slipstream::bucket {bucket.number} step"):
-            for name, gradient in gradients.items():
+            for name, gradient in self._gradients(bucket).items():
                 pieces[name].grad = gradient.to(pieces[name].dtype)
             self._partial.step(pieces.values())
         for piece in pieces.values():
