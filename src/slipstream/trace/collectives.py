@@ -56,14 +56,15 @@ class Groups:
         self._known = {str(entry.get("pg_name", "")): _configured(entry) for entry in entries}
 
     def find(self, args: Args) -> Group:
-        """The group that an event names; the only one there is, if it names none."""
-        if args.group_name is None:
-            return self.default()
-        name = str(args.group_name)
-        known = self._known.get(name, Group(name))
-        ranks = parse_ranks(bytes(args.group_ranks)) or known.ranks
-        size = whole_number(args.group_size) or known.size or len(ranks) or None
-        return Group(name, str(args.group_description or known.description), size, ranks)
+        """The group that an event names; if it names none, the only one there is, unless the size is another."""
+        name = "" if args.group_name is None else str(args.group_name)
+        known = self._known.get(name, Group(name)) if name else self.default()
+        told, size = parse_ranks(bytes(args.group_ranks)), whole_number(args.group_size)
+        if not name and size and known.size not in (None, size):
+            known = Group()
+        ranks = told or known.ranks
+        description = str(args.group_description or known.description)
+        return Group(known.name, description, size or known.size or len(ranks) or None, ranks)
 
     def default(self) -> Group:
         """The group of a collective that names none: known only where the job has a single one."""
@@ -122,6 +123,8 @@ def describe(name: str, args: Args, groups: Groups) -> Collective | None:
         return Collective(op, group, size, _plain_dtype(str(args.dtype)))
     if not (annotation := HOST_LAUNCH_ANNOTATION.match(name)):
         return None
+    if annotation[2] in _MOVES_NOTHING - {"barrier"}:
+        return None
     op = operation(annotation[2]) or annotation[2]
     group = groups.find(args)
     elements, dtype = _first_input(bytes(args.input_dims), bytes(args.input_type))
@@ -135,19 +138,20 @@ def parse_ranks(raw: bytes) -> tuple[int, ...]:
         return ()
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ()
-    return tuple(value for value in values if isinstance(value, int))
+    return tuple(value for value in values if type(value) is int and whole_number(value) is not None)
 
 
 def whole_number(value: Scalar | list[Any] | dict[str, Any]) -> int | None:
-    """An int from an int or its text, None from anything else."""
+    """An int of 64 bits from a number or its text, None from anything else."""
     if isinstance(value, bool) or not isinstance(value, int | str | float):
         return None
     try:
-        return int(value)
+        number = int(value)
     except (ValueError, OverflowError):
         return None
+    return number if abs(number) < 1 << 63 else None
 
 
 def _configured(entry: dict[str, Any]) -> Group:
@@ -162,22 +166,26 @@ def _message_bytes(op: str, given: int | None, taken: int | None, dtype: str, si
     if op == "barrier":
         return 0
     width = DTYPE_BYTES.get(_plain_dtype(dtype).lower())
-    if given is None or width is None:
+    elements = None if given is None else _unsharded(op, given, taken, size)
+    if width is None or elements is None or elements < 0:
         return None
-    if op in _GROWS:
-        if taken is None or taken <= given:
-            return given * size * width if size else None
-        return taken * width
+    return whole_number(elements * width)
+
+
+def _unsharded(op: str, given: int, taken: int | None, size: int | None) -> int | None:
+    """Elements of the whole buffer from those that one rank gives and takes. Lists were counted by their parts."""
+    if op in _GROWS and (taken is None or taken <= given):
+        return given * size if size else None
     if op in _SHRINKS and taken is not None and taken > given and size:
-        return taken * size * width
-    return max(given, 0 if taken is None or op in _SHRINKS else taken) * width
+        return taken * size
+    return given if taken is None or op in _SHRINKS else max(given, taken)
 
 
 def _first_input(dims: bytes, types: bytes) -> tuple[int | None, str]:
     """Elements and type of the first input; a list of tensors counts as one input."""
     try:
         shapes, kinds = json.loads(dims or b"[]"), json.loads(types or b"[]")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, ""
     if not isinstance(shapes, list) or not shapes or not isinstance(shapes[0], list):
         return None, ""
