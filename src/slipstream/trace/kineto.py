@@ -37,7 +37,16 @@ from slipstream.trace.columns import Table
 from slipstream.trace.events import EventStream
 from slipstream.trace.phases import phases_of, settle
 from slipstream.trace.rows import DEVICE_WORK, Rows
-from slipstream.trace.steps import OPTIMIZER_MARK, UPDATE_KERNEL, Steps, by_marks, by_optimizer, by_period, step_number
+from slipstream.trace.steps import (
+    OPTIMIZER_MARK,
+    UPDATE_KERNEL,
+    Steps,
+    by_marks,
+    by_optimizer,
+    by_period,
+    marks_of_steps,
+    step_number,
+)
 from slipstream.trace.times import INVALID
 
 
@@ -279,9 +288,10 @@ class _Assembly:
         return replace(found, index=index)
 
     def _step_marks(self, notes: Table) -> list[tuple[int, int, int]]:
-        numbers = {index: step_number(self._names[index]) for index in np.unique(notes["name"]).tolist()}
+        told = {index: self._names[index] for index in np.unique(notes["name"]).tolist()}
+        names = {index: name for index, name in told.items() if step_number(name) is not None}
         rows = zip(notes["name"].tolist(), notes["start"].tolist(), notes["end"].tolist(), strict=True)
-        return [(number, start, end) for name, start, end in rows if (number := numbers[name]) is not None]
+        return marks_of_steps((names[name], start, end) for name, start, end in rows if name in names)
 
     def _collectives(
         self, kind: Int64Array, said: Int64Array, name: Int64Array

@@ -54,14 +54,30 @@ def step_number(name: str) -> int | None:
     return int(found[1]) if found and len(found[1]) < 18 else None
 
 
+def marks_of_steps(ranges: Iterable[tuple[str, int, int]]) -> list[tuple[int, int, int]]:
+    """Of named host ranges, those that mark steps: `(number, start, end)`.
+
+    People mark steps inside the profiler's own, with numbers of their own. One spelling is taken: the profiler's if
+    there is one, else the one that marks the most time.
+    """
+    spellings: dict[str, list[tuple[int, int, int]]] = {}
+    for name, start, end in ranges:
+        if (number := step_number(name)) is not None:
+            spellings.setdefault(name.rstrip("0123456789"), []).append((number, start, end))
+    return max(
+        spellings.values(),
+        key=lambda marks: (marks is spellings.get("ProfilerStep#"), sum(end - start for _, start, end in marks)),
+        default=[],
+    )
+
+
 def by_marks(marks: Iterable[tuple[int, int, int]], times: Int64Array, lane: Int64Array, source: str) -> Steps | None:
     """Assign spans by the host windows `(number, start, end)`; `times` is when each was launched, or `NO_TIME`.
 
     Work launched between two windows belongs to the earlier one. A span without a known launch goes with the span
     before it on its lane.
     """
-    windows = sorted(set(marks), key=lambda mark: (mark[1], -mark[2]))
-    windows = [w for i, w in enumerate(windows) if i == 0 or w[1] >= windows[i - 1][2] or w[0] != windows[i - 1][0]]
+    windows = _joined(marks)
     if not windows:
         return None
     starts = np.array([start for _, start, _ in windows], np.int64)
@@ -70,6 +86,20 @@ def by_marks(marks: Iterable[tuple[int, int, int]], times: Int64Array, lane: Int
     index = np.where(times > last_end, UNKNOWN, index)
     index = _filled(index, times == NO_TIME, lane)
     return Steps(tuple(Step(*window) for window in windows), index, source)
+
+
+def _joined(marks: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Marks in order of start; those of one number that overlap (drawn on several streams) are one."""
+    windows: list[tuple[int, int, int]] = []
+    latest: dict[int, int] = {}
+    for number, start, end in sorted(marks, key=lambda mark: mark[1:]):
+        at = latest.get(number)
+        if at is not None and start < windows[at][2]:
+            windows[at] = (number, windows[at][1], max(windows[at][2], end))
+        else:
+            latest[number] = len(windows)
+            windows.append((number, start, end))
+    return windows
 
 
 def by_optimizer(marks: Iterable[tuple[int, int]], times: Int64Array, lane: Int64Array, first: int) -> Steps | None:
