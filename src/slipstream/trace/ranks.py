@@ -56,7 +56,7 @@ def assign(files: Sequence[Candidate]) -> tuple[list[Timeline], list[str], str, 
         return (*_ordered(files, [r for r in mixed if r is not None]), "metadata and file names", warnings)
     if len(files) > 1:
         warnings.append("neither metadata nor file names tell the ranks apart: they are numbered in order of the files")
-    return (*_ordered(files, list(range(len(files)))), "order", warnings)
+    return (*_ordered(files, list(range(len(files))), by_device=len(files) == 1), "order", warnings)
 
 
 def _from_info(file: Candidate) -> int | None:
@@ -91,11 +91,12 @@ def _clash(files: Sequence[Candidate], ranks: Sequence[int | None]) -> str:
     return ""
 
 
-def _ordered(files: Sequence[Candidate], ranks: Sequence[int]) -> tuple[list[Timeline], list[str]]:
-    """Timelines in order of rank. A file with several devices and no rank of its own numbers them by device."""
-    single = len(files) == 1 and len(files[0].timelines) > 1 and _from_info(files[0]) is None
+def _ordered(
+    files: Sequence[Candidate], ranks: Sequence[int], *, by_device: bool = False
+) -> tuple[list[Timeline], list[str]]:
+    """Timelines in order of rank; `by_device` numbers the devices of a file instead."""
     pairs = [
-        (replace(timeline, rank=index if single else rank), file.name)
+        (replace(timeline, rank=index if by_device else rank), file.name)
         for file, rank in zip(files, ranks, strict=True)
         for index, timeline in enumerate(file.timelines)
     ]
