@@ -247,7 +247,7 @@ def check(case: Case, groups: Groups) -> list[tuple[str, str]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     reference, model = integers(case.model()), integers(case.model())
     events: list[tuple[str, str]] = []
-    options = {"gradient_divisor": 1, "poison": True, "on_event": lambda *event: events.append(event), **case.options}
+    options = {"mean": False, "poison": True, "observe": lambda *event: events.append(event), **case.options}
     sharded = FullySharded(model, model.blocks, groups=groups, **options)  # type: ignore[arg-type]
     optimizers = [Sign(reference.parameters()), Sign(sharded.parameters())]
     for step in range(case.steps):

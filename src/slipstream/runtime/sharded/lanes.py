@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slipstream.core.errors import MachineError
+from slipstream.runtime.failures import naming
 
 Launch = Callable[[], tuple[dist.Work, Any]]
 """Starts a collective; gives its Work and whatever must stay alive until it ends."""
@@ -41,10 +41,10 @@ class Lane:
 
     def start(self, label: str, launch: Launch, after: Pending | None = None) -> Pending:
         """Run `launch` on this lane, behind `after`; `label` names it in traces and errors."""
-        with torch.profiler.record_function(f"slipstream::{label}"), self.entered():
+        with torch.profiler.record_function(f"slipstream::{label}"), naming(label), self.entered():
             if after is not None:
                 after.wait()
-            work, kept = _explained(label, launch)
+            work, kept = launch()
             return Pending(label, work, kept, self._stream)
 
     def entered(self) -> AbstractContextManager[Any]:
@@ -71,26 +71,11 @@ class Pending:
     def wait(self) -> None:
         """Make the compute that follows wait for it: the current stream on CUDA, the host elsewhere.
 
-        Raises MachineError when the collective failed, which mostly means that another rank has ended.
+        Raises PeerError when the collective failed, which mostly means that another rank has ended.
         """
-        with torch.profiler.record_function(f"slipstream::wait {self.label}"):
+        with torch.profiler.record_function(f"slipstream::wait {self.label}"), naming(self.label):
             if self._event is not None:
                 self._event.wait(torch.cuda.current_stream())
             else:
-                _explained(self.label, self._work.wait)
+                self._work.wait()
         self._kept = None
-
-
-def _explained(label: str, collective: Callable[[], Any]) -> Any:
-    try:
-        return collective()
-    except RuntimeError as error:
-        raise MachineError(
-            f"the collective failed on rank {dist.get_rank()}: {_first_line(error)}",
-            where=label,
-            do="look for the first rank that raised or died; the others fail after it",
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

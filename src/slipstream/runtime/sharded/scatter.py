@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from slipstream.runtime.collectives import all_reduce, reduce_scatter
 from slipstream.runtime.sharded.flat import Flat
 from slipstream.runtime.sharded.groups import Groups
 from slipstream.runtime.sharded.lanes import Lane, Pending
+from slipstream.runtime.sharded.unit import Observer
 
 
 @dataclass
@@ -32,10 +32,8 @@ class Reductions:
     All ranks launch in the same order, which is the order of the queue, so the collectives of a group match.
     """
 
-    def __init__(
-        self, groups: Groups, device: torch.device, *, limit: int, divisor: float, on_event: Callable[[str, str], None]
-    ) -> None:
-        self._groups, self._limit, self._divisor, self._event = groups, limit, divisor, on_event
+    def __init__(self, groups: Groups, device: torch.device, *, limit: int, divisor: int, observe: Observer) -> None:
+        self._groups, self._limit, self._divisor, self._observe = groups, limit, divisor, observe
         self._scatters, self._replicates = Lane(device), Lane(device)
         self._eager = device.type == "cuda"  # streams chain the two collectives; on CPU somebody has to look
         self._queue: deque[Reduction] = deque()
@@ -45,7 +43,7 @@ class Reductions:
         while len(self._queue) >= self._limit:
             self._retire()
         gradient = flat.take_gradient()
-        self._event("scatter", name)
+        self._observe("scatter", name)
         self._scatters.after_compute()
         with self._scatters.entered():
             shard = torch.empty(flat.layout.shard, dtype=gradient.dtype, device=gradient.device)
@@ -78,7 +76,7 @@ class Reductions:
             reduction.flat.release_gradient(reduction.gradient)
 
     def _replicate(self, reduction: Reduction) -> None:
-        self._event("replicate", reduction.name)
+        self._observe("replicate", reduction.name)
         reduction.replicate = self._replicates.start(
             f"replicate {reduction.name}",
             lambda: (all_reduce(reduction.shard, self._groups.replicate), reduction.shard),
@@ -91,7 +89,7 @@ class Reductions:
         if self._groups.replicate is not None and reduction.replicate is None:
             self._replicate(reduction)  # waits for the scatter
         (reduction.replicate or reduction.scatter).wait()
-        self._event("scattered", reduction.name)
+        self._observe("scattered", reduction.name)
         self._queue.popleft()
         reduction.flat.release_gradient(reduction.gradient)
         if self._divisor != 1:

@@ -115,6 +115,7 @@ class Schedule:
         self._in_backward = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._orders.backward.start(guess=self._orders.forward.seen[::-1])
+        self._root.ready(self._gathers)  # gone if this is the second backward of two forwards
         self._prefetch(self._orders.backward)
 
     def before_backward(self, call: Call) -> None:

@@ -11,7 +11,7 @@ from slipstream.runtime.sharded.flat import Flat
 from slipstream.runtime.sharded.lanes import Lane, Pending
 from slipstream.runtime.sharded.memory import Ledger
 
-OnEvent = Callable[[str, str], None]
+Observer = Callable[[str, str], None]
 """Told what happens on the host, in order: (event, layer)."""
 
 
@@ -30,11 +30,11 @@ class Unit:
     """State of one layer: sharded, gathering (`pending`), or unsharded."""
 
     def __init__(
-        self, name: str, module: nn.Module, flats: Sequence[Flat], ledger: Ledger, on_event: OnEvent, *, root: bool
+        self, name: str, module: nn.Module, flats: Sequence[Flat], ledger: Ledger, observe: Observer, *, root: bool
     ) -> None:
         self.name, self.module, self.flats, self.root = name, module, tuple(flats), root
         self.backward = BackwardState(expected=self.trainable)
-        self._ledger, self._event = ledger, on_event
+        self._ledger, self._observe = ledger, observe
         self._pending: list[Pending] = []
         self._unsharded = False
 
@@ -62,7 +62,7 @@ class Unit:
         """Start to gather, unless that has been done."""
         if self.live or not self.flats:
             return
-        self._event("gather", self.name)
+        self._observe("gather", self.name)
         self._pending = [lane.start(f"gather {self.name}", flat.gather) for flat in self.flats]
         if not self.root:
             self._ledger.layers.add(1)
@@ -75,7 +75,7 @@ class Unit:
         for pending in self._pending:
             pending.wait()
         self._pending, self._unsharded = [], True
-        self._event("gathered", self.name)
+        self._observe("gathered", self.name)
         for flat in self.flats:
             flat.hold_leaves()
 
@@ -89,7 +89,7 @@ class Unit:
             flat.hold_pieces()
             flat.free()
         self._unsharded = False
-        self._event("free", self.name)
+        self._observe("free", self.name)
         if not self.root:
             self._ledger.layers.add(-1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,16 +13,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from slipstream.core.errors import UsageError
+from slipstream.runtime.collectives import Group
 from slipstream.runtime.sharded import state
 from slipstream.runtime.sharded.cut import ROOT, alike, named_layers, slots_by_unit
 from slipstream.runtime.sharded.flat import Flat, Numbers, Slot
 from slipstream.runtime.sharded.groups import Groups
 from slipstream.runtime.sharded.lanes import Lane
 from slipstream.runtime.sharded.memory import Ledger, MemoryUse
+from slipstream.runtime.sharded.norms import norm_over_ranks
 from slipstream.runtime.sharded.order import OnChange
 from slipstream.runtime.sharded.scatter import Reductions
 from slipstream.runtime.sharded.schedule import Policy, Schedule
-from slipstream.runtime.sharded.unit import Call, OnEvent, Unit
+from slipstream.runtime.sharded.unit import Call, Observer, Unit
 
 
 class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by mypy
@@ -48,11 +50,11 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         reshard_after_forward: bool = True,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
-        gradient_divisor: float | None = None,
+        mean: bool = True,
         scatters_in_flight: int = 2,
         on_order_change: OnChange = "raise",
         poison: bool = False,
-        on_event: OnEvent | None = None,
+        observe: Observer | None = None,
     ) -> None:
         """Shard `model`, whose values are taken from rank 0; all ranks of the groups must call this.
 
@@ -62,11 +64,11 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         groups: over whom to shard and replicate; default all ranks, with a communicator of its own for the scatters.
         reshard_after_forward: False keeps layers unsharded until their backward (ZeRO-2): one gather a layer, not two.
         param_dtype, reduce_dtype: what is gathered and computed in, and what gradients are accumulated and reduced in.
-        gradient_divisor: what the summed gradients are divided by; default the number of ranks, that is the mean.
+        mean: whether the gradients, summed over all ranks, are divided by their number.
         scatters_in_flight: how many reduce-scatters may be under way; each holds a layer's unsharded gradients.
         on_order_change: what to do when layers run in another order than in the first pass.
         poison: fill buffers with NaN before they are written and after they are freed (and keep them), to find misuse.
-        on_event: called with (event, layer) for gather, gathered, free, scatter, scattered, replicate.
+        observe: called with (event, layer) for gather, gathered, free, scatter, scattered, replicate.
 
         Raises UsageError for layers that cannot be cut out, options out of range, parameters tied across layers.
         """
@@ -75,7 +77,7 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         self.module = model
         self._groups = groups or Groups.over(None)
         self._ledger, self._param_dtype = Ledger(), param_dtype
-        self._on_event = on_event or _ignore
+        self._observe = observe or _ignore
         found = named_layers(model, layers)
         _copy_from_first_rank(model, self._groups)
         numbers = Numbers(param_dtype, reduce_dtype)
@@ -90,8 +92,8 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
             self._groups,
             device,
             limit=scatters_in_flight,
-            divisor=gradient_divisor or _ranks(self._groups),
-            on_event=self._on_event,
+            divisor=_ranks(self._groups) if mean else 1,
+            observe=self._observe,
         )
         policy = Policy(depth, reshard_after_forward, on_order_change)
         self._schedule = Schedule(units[-1], units[:-1], reductions, Lane(device), self._groups.gather, device, policy)
@@ -122,11 +124,19 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         for unit in self._units:
             unit.drop_gradients()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients so that the norm over all parameters and ranks is at most `max_norm`; gives that norm."""
-        pieces = [piece for piece in self.parameters() if piece.grad is not None]
-        total = _norm_over_ranks([piece.grad for piece in pieces], norm_type, self._groups, _device(self._units))
-        nn.utils.clip_grads_with_norm_(pieces, max_norm, total)
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, cut_over: Group = None, replicated: Collection[str] = ()
+    ) -> torch.Tensor:
+        """Scale the gradients so that the norm over all parameters and ranks is at most `max_norm`; gives that norm.
+
+        cut_over: another group over which the model's parameters are cut (tensor parallelism), except for those whose
+            names are in `replicated`: all its ranks hold these alike, and they count once.
+        """
+        pieces = {name: piece for name, piece in self.named_parameters() if piece.grad is not None}
+        cut = [piece.grad for name, piece in pieces.items() if name not in replicated]
+        alike = [piece.grad for name, piece in pieces.items() if name in replicated]
+        total = norm_over_ranks(cut, alike, norm_type, self._groups.scatter, cut_over, _device(self._units))
+        nn.utils.clip_grads_with_norm_(list(pieces.values()), max_norm, total)
         return total
 
     @property
@@ -184,7 +194,7 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
 
     def _unit(self, name: str, module: nn.Module, slots: Sequence[Slot], numbers: Numbers, poison: bool) -> Unit:
         flats = [Flat(group, self._groups.gather, numbers, self._ledger, poison) for group in alike(slots)]
-        return Unit(name, module, flats, self._ledger, self._on_event, root=name == ROOT)
+        return Unit(name, module, flats, self._ledger, self._observe, root=name == ROOT)
 
     def _hook_all(self) -> None:
         for unit in self._units:
@@ -294,18 +304,6 @@ def _device(units: Sequence[Unit]) -> torch.device:
         for flat in unit.flats:
             return flat.shard.device
     raise UsageError("the model has no parameters", do="there is nothing to shard")
-
-
-def _norm_over_ranks(
-    gradients: Sequence[torch.Tensor], norm_type: float, groups: Groups, device: torch.device
-) -> torch.Tensor:
-    local = nn.utils.get_total_norm(gradients, norm_type).to(device)
-    if norm_type == float("inf"):
-        dist.all_reduce(local, dist.ReduceOp.MAX, group=groups.scatter)
-        return local
-    power = local**norm_type
-    dist.all_reduce(power, group=groups.scatter)
-    return power ** (1 / norm_type)
 
 
 def _ignore(event: str, layer: str) -> None:
