@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import chain, count, product
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from slipstream.core.errors import UsageError  # noqa: E402
 from slipstream.runtime import collectives, symmetric  # noqa: E402
+from slipstream.runtime.failures import PeerError  # noqa: E402
 from slipstream.runtime.rows import RowSplit, even_shares  # noqa: E402
 from slipstream.runtime.split_gemm import all_gather_matmul, all_gather_matmuls, matmul_reduce_scatter  # noqa: E402
 
@@ -384,7 +386,30 @@ def test_profiler_labels() -> None:
             "slipstream::matmul_reduce_scatter input gradient chunk 1/2",
             "slipstream::matmul_reduce_scatter input gradient chunk 2/2",
             "slipstream::all_gather_matmul weight gradient",
+            "slipstream::wait gather of rows",
+            "slipstream::wait scatter of sums",
         }
+
+
+def one_rank_leaves(exchange: str) -> str:
+    """Rank 1 is gone when the others exchange."""
+    x, w = whole((6, 4), 0), whole((4, 3), 0)
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    all_gather_matmul(x, w, group, exchange=exchange)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(PeerError) as error:
+        for _ in range(3):
+            matmul_reduce_scatter(all_gather_matmul(x, w, group, exchange=exchange), w.t(), group, exchange=exchange)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_rank_that_does_not_come_is_named_by_what_was_missed(exchange: str) -> None:
+    said, nothing = run_ranks(2, one_rank_leaves, exchange, timeout=60.0)
+    assert said.startswith("gather of rows failed: ")
+    assert said.endswith("; the cause is on the rank that stopped first: look for its error")
+    assert not nothing
 
 
 def refused() -> list[str]:

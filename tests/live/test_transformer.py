@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 
 from slipstream.bench import transformer  # noqa: E402
 from slipstream.bench.text import batches, reference_text  # noqa: E402
@@ -21,6 +22,8 @@ from slipstream.core.errors import UsageError  # noqa: E402
 from slipstream.runtime import collectives  # noqa: E402
 from slipstream.runtime.linear import ColumnParallelLinear, RowParallelLinear, column_parallel, share  # noqa: E402
 from slipstream.runtime.rows import even_shares  # noqa: E402
+from slipstream.runtime.sharded.groups import Groups  # noqa: E402
+from slipstream.runtime.sharded.wrapper import FullySharded  # noqa: E402
 from slipstream.runtime.split_choice import Split  # noqa: E402
 
 pytestmark = pytest.mark.live
@@ -94,7 +97,7 @@ def train(group: Any, split: Split, steps: int) -> tuple[list[float], Transforme
     losses = []
     for _, (tokens, targets) in zip(range(steps), batches(reference_text(), 4, 33, seed=1), strict=False):
         optimizer.zero_grad()
-        loss = model.loss(tokens, targets)
+        loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
         loss = loss.detach()
@@ -138,6 +141,32 @@ def test_two_ranks_train_to_the_loss_curve_of_one_process() -> None:
     assert losses[-1] < 3.2  # the frequencies of bytes alone give 3.3
 
 
+def train_on_mesh(steps: int) -> tuple[list[float], list[float]]:
+    """Losses of one process, and of 2 x 2: parameters sharded over `fsdp`, each shard a part of a tensor over `tp`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    fsdp, tp = mesh["fsdp"].get_group(), mesh["tp"].get_group()
+    wanted, _ = train(alone(), SPLITS[0], steps)
+    torch.manual_seed(0)
+    model = Transformer(Shape(), tp, split=Split("ring", 2))
+    sharded = FullySharded(model, layers=model.blocks, groups=Groups.over(fsdp), poison=True)
+    optimizer, losses = torch.optim.AdamW(sharded.parameters(), lr=3e-3), []
+    for _, (tokens, targets) in zip(range(steps), batches(reference_text(), 4, 33, seed=1), strict=False):
+        half = slice(2 * dist.get_rank(fsdp), 2 * dist.get_rank(fsdp) + 2)
+        optimizer.zero_grad()
+        loss = sharded(tokens[half], targets[half])
+        loss.backward()
+        optimizer.step()
+        loss = loss.detach() / 2
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+    return wanted, losses
+
+
+def test_sharded_over_one_axis_and_split_over_the_other_it_trains_to_the_same_curve() -> None:
+    for wanted, losses in run_ranks(4, train_on_mesh, 10):
+        assert losses == pytest.approx(wanted, rel=2e-4)
+
+
 def messages_of_a_step() -> dict[str, int]:
     names = ("all_gather", "reduce_scatter", "ring_exchange")
     torch.manual_seed(0)
@@ -148,7 +177,7 @@ def messages_of_a_step() -> dict[str, int]:
             n: stack.enter_context(mock.patch.object(collectives, n, wraps=getattr(collectives, n))) for n in names
         }
         spies["all_reduce"] = stack.enter_context(mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce))
-        model.loss(tokens, tokens).backward()
+        model(tokens, tokens).backward()
     return {name: spy.call_count for name, spy in spies.items()}
 
 

@@ -61,8 +61,17 @@ class Transformer(nn.Module):  # type: ignore[misc]
         self.norm = nn.Parameter(torch.ones(shape.width))
         self.head = nn.Parameter(0.02 * torch.randn(shape.vocabulary, shape.width))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits (rows of this rank, vocabulary) from tokens (batch, sequence), which are the same on all ranks."""
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the mean cross-entropy, in nats; the parts of all ranks add up to it.
+
+        `tokens` and `targets` are (batch, sequence), the same on all ranks of the group. Backward of the part, on all
+        ranks, gives the gradient of the whole.
+        """
+        _, mine = self.rows(tokens)
+        return F.cross_entropy(self.logits(tokens).float(), targets.flatten()[mine], reduction="sum") / targets.numel()
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Predict each next token: (rows of this rank, vocabulary) from tokens (batch, sequence)."""
         rows, mine = self.rows(tokens)
         (embedding,) = summed_gradients([self.embedding], self.group)
         x = F.embedding(tokens.flatten()[mine], embedding)
@@ -71,14 +80,6 @@ class Transformer(nn.Module):  # type: ignore[misc]
             x = block(x, rows, rotation)
         norm, head = summed_gradients([self.norm, self.head], self.group)
         return F.linear(F.rms_norm(x, norm.shape, norm, self.shape.epsilon), head)
-
-    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the mean cross-entropy, in nats; the parts of all ranks add up to it.
-
-        `tokens` and `targets` are (batch, sequence). Backward of the part, on all ranks, gives the whole gradient.
-        """
-        _, mine = self.rows(tokens)
-        return F.cross_entropy(self(tokens).float(), targets.flatten()[mine], reduction="sum") / targets.numel()
 
     def rows(self, tokens: torch.Tensor) -> tuple[tuple[int, ...], slice]:
         """Return how many rows each rank has between the blocks, and which are this rank's."""

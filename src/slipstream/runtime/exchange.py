@@ -23,12 +23,16 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from slipstream.runtime import collectives
 from slipstream.runtime.collectives import Group
+from slipstream.runtime.failures import naming
 from slipstream.runtime.rows import RowSplit, length
 
 Exchange = Literal["ring", "chunked"]
+_GATHER, _SCATTER = "gather of rows", "scatter of sums"
+"""What is moved, in traces and in errors (PeerError, when another rank has failed)."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def gather_whole(shard: torch.Tensor, counts: tuple[int, ...], group: Group) -> 
     buffer, work = _start_gather(shard, split, 0, group)
 
     def finish() -> torch.Tensor:
-        _wait(work)
+        _wait(work, _GATHER)
         blocks = split.padded_blocks(buffer, 0)
         return blocks[0][0] if len(blocks) == 1 else torch.cat([block[0] for block in blocks])
 
@@ -96,14 +100,15 @@ def _ring_gather(shard: torch.Tensor, split: RowSplit, group: Group) -> Iterator
         return shard[split.local_piece(rank, chunk)] if step == 0 else whole[split.piece(owner, chunk)]
 
     def pass_on(step: int, chunk: int) -> list[dist.Work]:
-        return collectives.ring_exchange(held(step, chunk), held(step + 1, chunk), group)
+        with naming(_GATHER):
+            return collectives.ring_exchange(held(step, chunk), held(step + 1, chunk), group)
 
     # A rank's own rows wait for nobody: all of them leave at once. Later pieces leave as they arrive.
     flying = deque(pass_on(0, chunk) for chunk in range(split.chunks))
     for step in range(size):
         for chunk in range(split.chunks):
             if step:
-                _wait(flying.popleft())
+                _wait(flying.popleft(), _GATHER)
                 if step < size - 1:
                     flying.append(pass_on(step, chunk))
             rows = split.piece((rank - step) % size, chunk)
@@ -126,7 +131,8 @@ def _ring_scatter(produce: Produce, split: RowSplit, shard: torch.Tensor, group:
             if step:
                 flying.popleft().add_to(sums)
             above = shard.new_empty(length(split.piece((owner - 1) % size, chunk)), shard.shape[1])
-            flying.append(_Hop(collectives.ring_exchange(sums, above, group), sums, above))
+            with naming(_SCATTER):
+                flying.append(_Hop(collectives.ring_exchange(sums, above, group), sums, above))
 
     def finish() -> None:
         for chunk, hop in enumerate(flying):
@@ -144,7 +150,7 @@ class _Hop:
     received: torch.Tensor
 
     def add_to(self, sums: torch.Tensor) -> None:
-        _wait(self.works)
+        _wait(self.works, _SCATTER)
         sums += self.received
 
 
@@ -153,7 +159,7 @@ def _chunked_gather(shard: torch.Tensor, split: RowSplit, group: Group) -> Itera
     for chunk in range(split.chunks):
         buffer, work = coming
         # One transfer at a time: two that share the wire would both be late, and the first is the one that is needed.
-        _wait(work)
+        _wait(work, _GATHER)
         if chunk + 1 < split.chunks:
             coming = _start_gather(shard, split, chunk + 1, group)
         yield Part(split.padded_blocks(buffer, chunk), partial(split.blocks, chunk=chunk))
@@ -168,7 +174,8 @@ def _start_gather(
     if not mine.numel():
         return mine, []
     buffer = mine.new_empty(size * len(mine), mine.shape[1])
-    return buffer, [collectives.all_gather(buffer, mine, group)]
+    with naming(_GATHER):
+        return buffer, [collectives.all_gather(buffer, mine, group)]
 
 
 def _chunked_scatter(produce: Produce, split: RowSplit, shard: torch.Tensor, group: Group) -> Callable[[], None]:
@@ -190,10 +197,11 @@ def _start_scatter(
     if not buffer.numel():
         return _nothing
     sums = mine if len(mine) * size == len(buffer) else mine.new_empty(len(buffer) // size, mine.shape[1])
-    works = [collectives.reduce_scatter(sums, buffer, group)]
+    with naming(_SCATTER):
+        works = [collectives.reduce_scatter(sums, buffer, group)]
 
     def finish() -> None:
-        _wait(works)
+        _wait(works, _SCATTER)
         if sums is not mine:
             mine.copy_(sums[: len(mine)])
 
@@ -213,9 +221,10 @@ def _padded(piece: torch.Tensor, rows: int) -> torch.Tensor:
     return padded
 
 
-def _wait(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+def _wait(works: list[dist.Work], what: str) -> None:
+    with record_function(f"slipstream::wait {what}"), naming(what):
+        for work in works:
+            work.wait()
 
 
 def _nothing() -> None:
