@@ -123,7 +123,7 @@ def oracle_ns(value: Any) -> int:
         exact = Decimal(value) * 1000
     except (ArithmeticError, TypeError, ValueError):
         return INVALID
-    return int(exact.to_integral_value()) if exact.is_finite() and abs(exact) < 2**62 else INVALID
+    return int(exact.to_integral_value()) if exact.is_finite() and abs(exact) < 2**61 else INVALID
 
 
 # -- a file with everything in it

@@ -100,13 +100,13 @@ class _Assembly:
         self._said = rows.descriptions.resolve(groups)
         self._group = groups.default()
         self._calls = rows.calls.table()
-        self._operators = rows.operators.table()
-        self._notes = rows.notes.table()
+        self._operators = self._without_empty_sayings(rows.operators.table())
+        self._notes = self._without_empty_sayings(rows.notes.table())
         self._device_notes = rows.device_notes.table()
         self.warnings: list[str] = []
 
     def timelines(self) -> list[Timeline]:
-        device = self._rows.device.table()
+        device = self._without_empty_sayings(self._rows.device.table())
         if not len(device):
             return [self._host_timeline()]
         order = np.argsort(device["start"], kind="stable")
@@ -119,6 +119,12 @@ class _Assembly:
         if left_out:
             self.warnings.append(f"{left_out:,} copies on devices that run no kernel were left out")
         return [self._device_timeline(device, columns, launches, unit) for unit in units]
+
+    def _without_empty_sayings(self, table: Table) -> Table:
+        """Forget what turned out to be about no collective, such as a `wait`, so that it hides nothing around it."""
+        useful = np.array([*(said is not None for said in self._said), False], np.bool_)
+        said = table["collective"]
+        return Table({**table.columns, "collective": np.where(useful[said], said, UNKNOWN)})
 
     # -- devices
 
@@ -158,7 +164,8 @@ class _Assembly:
         return said
 
     def _sequences(self, device: Table, launches: link.Launches, said: Int64Array) -> Int64Array:
-        telling = self._operators.where(self._operators["sequence"] != UNKNOWN)
+        known = (self._operators["sequence"] != UNKNOWN) & (self._operators["collective"] != UNKNOWN)
+        telling = self._operators.where(known)
         if not len(telling):
             return device["sequence"]
         around = link.take(telling["sequence"], link.enclosing(telling, launches))

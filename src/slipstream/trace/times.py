@@ -16,8 +16,8 @@ from slipstream.core.intervals import Int64Array
 INVALID = np.iinfo(np.int64).min
 """Stands where a text was no time, or one beyond 64 bits."""
 
-_LIMIT = 1 << 62
-"""Beyond this, sums of two times would leave 64 bits; no clock that counts from 1970 comes near."""
+_LIMIT = 1 << 61
+"""Beyond this (the year 2043), the distance between two ends of spans would leave 64 bits."""
 
 _DIGITS = 19
 _DOT, _COMMA, _NINE, _ZERO = 46, 44, 57, 48
