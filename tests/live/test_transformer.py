@@ -19,12 +19,14 @@ from slipstream.bench import transformer  # noqa: E402
 from slipstream.bench.text import batches, reference_text  # noqa: E402
 from slipstream.bench.transformer import Shape, Transformer  # noqa: E402
 from slipstream.core.errors import UsageError  # noqa: E402
-from slipstream.runtime import collectives  # noqa: E402
+from slipstream.runtime import collectives, linear  # noqa: E402
+from slipstream.runtime.data_parallel import DataParallel  # noqa: E402
 from slipstream.runtime.linear import ColumnParallelLinear, RowParallelLinear, column_parallel, share  # noqa: E402
+from slipstream.runtime.measure_rates import measure_rates  # noqa: E402
 from slipstream.runtime.rows import even_shares  # noqa: E402
-from slipstream.runtime.sharded.groups import Groups  # noqa: E402
-from slipstream.runtime.sharded.wrapper import FullySharded  # noqa: E402
-from slipstream.runtime.split_choice import Split  # noqa: E402
+from slipstream.runtime.sharded import FullySharded, Groups  # noqa: E402
+from slipstream.runtime.split_choice import Link, Rates, Split  # noqa: E402
+from slipstream.runtime.split_gemm import all_gather_matmuls  # noqa: E402
 
 pytestmark = pytest.mark.live
 
@@ -141,30 +143,40 @@ def test_two_ranks_train_to_the_loss_curve_of_one_process() -> None:
     assert losses[-1] < 3.2  # the frequencies of bytes alone give 3.3
 
 
-def train_on_mesh(steps: int) -> tuple[list[float], list[float]]:
-    """Losses of one process, and of 2 x 2: parameters sharded over `fsdp`, each shard a part of a tensor over `tp`."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    fsdp, tp = mesh["fsdp"].get_group(), mesh["tp"].get_group()
-    wanted, _ = train(alone(), SPLITS[0], steps)
-    torch.manual_seed(0)
-    model = Transformer(Shape(), tp, split=Split("ring", 2))
-    sharded = FullySharded(model, layers=model.blocks, groups=Groups.over(fsdp), poison=True)
-    optimizer, losses = torch.optim.AdamW(sharded.parameters(), lr=3e-3), []
+def train_on_mesh(steps: int) -> dict[str, list[float]]:
+    """Losses of one process, and of 2 x 2: tensors split over `tp`, and what is left sharded or copied over `dp`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dp, tp = mesh["dp"].get_group(), mesh["tp"].get_group()
+    found = {"one process": train(alone(), SPLITS[0], steps)[0]}
+    for mechanism in ("sharded", "buckets"):
+        torch.manual_seed(0)
+        model = Transformer(Shape(), tp, split=Split("ring", 2))
+        if mechanism == "sharded":
+            wrapped = FullySharded(model, layers=model.blocks, groups=Groups.over(dp), poison=True)
+        else:
+            wrapped = DataParallel(model, group=dp)
+        found[mechanism] = train_half_batches(wrapped, dp, steps)
+    return found
+
+
+def train_half_batches(model: nn.Module, dp: Any, steps: int) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []
     for _, (tokens, targets) in zip(range(steps), batches(reference_text(), 4, 33, seed=1), strict=False):
-        half = slice(2 * dist.get_rank(fsdp), 2 * dist.get_rank(fsdp) + 2)
+        half = slice(2 * dist.get_rank(dp), 2 * dist.get_rank(dp) + 2)
         optimizer.zero_grad()
-        loss = sharded(tokens[half], targets[half])
+        loss = model(tokens[half], targets[half])
         loss.backward()
         optimizer.step()
         loss = loss.detach() / 2
         dist.all_reduce(loss)
         losses.append(loss.item())
-    return wanted, losses
+    return losses
 
 
-def test_sharded_over_one_axis_and_split_over_the_other_it_trains_to_the_same_curve() -> None:
-    for wanted, losses in run_ranks(4, train_on_mesh, 10):
-        assert losses == pytest.approx(wanted, rel=2e-4)
+def test_composed_with_the_other_mechanisms_on_a_mesh_it_trains_to_the_same_curve() -> None:
+    for found in run_ranks(4, train_on_mesh, 10):
+        assert found["sharded"] == pytest.approx(found["one process"], rel=2e-4)
+        assert found["buckets"] == pytest.approx(found["one process"], rel=2e-4)
 
 
 def messages_of_a_step() -> dict[str, int]:
@@ -185,6 +197,33 @@ def test_one_gather_serves_all_that_share_its_input() -> None:
     """A layer gathers twice and scatters twice, in backward the same, and gathers its two saved shards once more."""
     for found in run_ranks(2, messages_of_a_step):
         assert found == {"all_gather": 2 * 6, "reduce_scatter": 2 * 4, "ring_exchange": 0, "all_reduce": 2 + 2}
+
+
+def chosen_from_rates() -> tuple[Any, list[str]]:
+    """What is measured, and what a layer does with rates under which a ring pays for large inputs only."""
+    rates = measure_rates(None, 64, 64, 64)
+    wire = Link(1e5, 1e8)
+    split_large = Rates(1e9, 1e5, ((1, 1.0),), gather=wire, scatter=wire, ring=wire)
+    layer, used = ColumnParallelLinear(64, 64, split=split_large), []
+
+    def spy(*args: Any, **how: Any) -> Any:
+        used.append(f"{how['exchange']} {how['chunks']}")
+        return all_gather_matmuls(*args, **how)
+
+    with mock.patch.object(linear, "all_gather_matmuls", spy):
+        for rows in (1, 512):
+            layer(torch.zeros(rows, 64))
+    return rates, used
+
+
+def test_layers_choose_from_rates_that_all_ranks_share() -> None:
+    (rates, used), (same, _) = run_ranks(2, chosen_from_rates)
+    assert rates == same
+    assert rates.flops_per_s > 1e6
+    assert all(link.bytes_per_s > 1e5 and link.alpha_ns > 0 for link in (rates.gather, rates.scatter, rates.ring))
+    assert [rows for rows, _ in rates.row_costs] == [1, 2, 4, 8, 16, 32, 64]
+    assert used[0] == "chunked 1"
+    assert used[1].startswith("ring")
 
 
 def test_heads_must_be_dealt_evenly() -> None:
