@@ -67,14 +67,15 @@ class Link:
 def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> Link:
     """Least squares on observed reductions, of `sizes` bytes in `seconds` each.
 
-    Errors count relative to the time, or the largest message alone would decide. A link whose small messages pass for
-    free (a rate limiter's burst) fits a negative alpha: it gets none.
+    Weighted by 1 / time, as if long ones were many short ones: unweighted, the largest message alone decides, and with
+    errors relative to the time, the small ones that a rate limiter's burst lets through make the link 10 % too fast.
+    Where they fit a negative alpha, it is zero.
     """
     size, took = np.asarray(sizes, np.float64), np.asarray(seconds, np.float64)
-    (alpha, per_byte), *_ = np.linalg.lstsq(np.column_stack([1 / took, size / took]), np.ones(len(took)), rcond=None)
+    root = np.sqrt(took)
+    (alpha, per_byte), *_ = np.linalg.lstsq(np.column_stack([1 / root, size / root]), root, rcond=None)
     if alpha < 0:
-        ratio = size / took
-        alpha, per_byte = 0.0, ratio.sum() / (ratio**2).sum()
+        alpha, per_byte = 0.0, size.sum() / (size**2 / took).sum()
     # On a very fast link noise can hide the slope. The largest message still bounds the rate from below.
     per_byte = per_byte if per_byte > 0 else float(took.max() / size.max())
     return Link(float(alpha), float(1 / per_byte))

@@ -46,19 +46,21 @@ def measure_link(reduction: Reduction, dtype: torch.dtype, device: torch.device,
     """Time reductions of up to `largest` bytes on empty buffers: a collective call, with the same result on all ranks.
 
     The time of a reduction is that on the rank that came last (the others also waited for it), the median of a few.
+    Each starts after a meeting: what a late rank finds in its socket has taken it no time.
     """
     sizes = [size for size in PROBE_BYTES if size <= max(largest, PROBE_BYTES[1])]
     ranks = dist.get_world_size(group)
     buffers = [torch.zeros(-(-size // dtype.itemsize // ranks) * ranks, dtype=dtype, device=device) for size in sizes]
     clock = Clock(device)
-    _reduce_ns(reduction, buffers[0], clock)  # connections are made on the first use
-    took = torch.tensor([[_reduce_ns(reduction, buffer, clock) for _ in range(REPEATS)] for buffer in buffers])
+    _reduce_ns(reduction, buffers[0], clock, group)  # connections are made on the first use
+    took = torch.tensor([[_reduce_ns(reduction, buffer, clock, group) for _ in range(REPEATS)] for buffer in buffers])
     took = took.to(device)
     dist.all_reduce(took, dist.ReduceOp.MIN, group=group)
     return fit_link(sizes, [statistics.median(row) / 1e9 for row in took.tolist()])
 
 
-def _reduce_ns(reduction: Reduction, buffer: torch.Tensor, clock: Clock) -> int:
+def _reduce_ns(reduction: Reduction, buffer: torch.Tensor, clock: Clock, group: Group) -> int:
+    dist.all_reduce(torch.zeros(1, device=buffer.device), group=group)
     start = clock.mark()
     reduction.start(buffer)()
     return max(1, *clock.since_ns(start, [clock.mark()]))

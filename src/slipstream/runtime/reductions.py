@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeAlias
 
@@ -21,6 +21,13 @@ from slipstream.runtime.collectives import Group
 
 Reduced: TypeAlias = Callable[[], torch.Tensor]
 """Call it to wait for a reduction; gives what this rank gets of the sum: all of it, or its own share."""
+
+
+CHUNK_BYTES = 2 * 1024 * 1024
+"""On the CPU, adding takes time that the wire should not stand still for.
+
+16 MiB of bfloat16 over 1 Gbit/s: 0.22 s in one piece, 0.16 s in pieces of 1 or 2 MiB, 0.14 s by plain all-reduce.
+"""
 
 
 class Flat:
@@ -97,17 +104,36 @@ class AllReduce:
 
     def _on_lane(self, buffer: torch.Tensor) -> Reduced:
         if self._lane is None:
-            # The lane launches collectives when their input is there, so their order against the caller's own
-            # collectives is left to chance: it needs a group of its own. All ranks come here with their first bucket.
+            # The lane gathers when the sums are there, so the order of that against the caller's collectives is left
+            # to chance: it needs a group of its own. All ranks come here with their first bucket.
             self._lane = lane(buffer.device)
             self._lane_group = sibling(self._group, buffer.device)
-        return self._lane.run(lambda: self._in_two_halves(buffer))
+        halves = [self._in_two_halves(chunk, self._lane) for chunk in self._chunks(buffer)]
 
-    def _in_two_halves(self, buffer: torch.Tensor) -> torch.Tensor:
-        share = own_share(buffer, self._lane_group)
-        share.copy_(ReduceScatter(self._lane_group, self._divide, self._sums).start(buffer)())
-        collectives.all_gather(buffer, share, self._lane_group).wait()
-        return buffer
+        def reduced() -> torch.Tensor:
+            for gathered in halves:
+                gathered()
+            return buffer
+
+        return reduced
+
+    def _chunks(self, buffer: torch.Tensor) -> Sequence[torch.Tensor]:
+        if buffer.device.type != "cpu":
+            return [buffer]
+        ranks = dist.get_world_size(self._group)
+        chunks: Sequence[torch.Tensor] = buffer.split(max(1, CHUNK_BYTES // buffer.dtype.itemsize // ranks) * ranks)
+        return chunks
+
+    def _in_two_halves(self, chunk: torch.Tensor, lane: Lane) -> Reduced:
+        scattered = ReduceScatter(self._group, self._divide, self._sums).start(chunk)
+
+        def gathered() -> torch.Tensor:
+            share = own_share(chunk, self._lane_group)
+            share.copy_(scattered())
+            collectives.all_gather(chunk, share, self._lane_group).wait()
+            return chunk
+
+        return lane.run(gathered)
 
 
 class ReduceScatter:
