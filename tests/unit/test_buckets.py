@@ -170,7 +170,7 @@ def test_a_burst_that_passes_for_free_hardly_changes_the_rate() -> None:
     sizes = [2**16, 2**20, 2**24]
     link = fit_link(sizes, [2e-4 + max(0, size - 256_000) / 118e6 for size in sizes])
     assert 0 <= link.alpha_s < 1e-3
-    assert link.bytes_per_s == pytest.approx(118e6, rel=0.03)
+    assert link.bytes_per_s == pytest.approx(118e6, rel=0.05)
 
 
 def test_noise_that_hides_the_slope_still_gives_a_rate() -> None:

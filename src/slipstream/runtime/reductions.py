@@ -57,12 +57,16 @@ def own_share(buffer: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def sibling(group: Group, device: torch.device) -> dist.ProcessGroup:
-    """Make a new group of the same ranks, a collective call. It keeps the timeout, which torch resets to 30 minutes."""
+    """Make a new group of the same ranks, on the same backend. A collective call.
+
+    It keeps the timeout, which torch would set to the default of 10 or 30 minutes.
+    """
     existing = group or dist.group.WORLD
     options = getattr(existing._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)  # no public name, and not every backend has it
     ranks = dist.get_process_group_ranks(existing)
-    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+    backend = dist.get_backend_config(existing)
+    return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
 
 
 def sum_dtype(wire: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -168,6 +172,8 @@ class ReduceScatter:
             total = first.to(dtype)
             for other in others:
                 total += other
+            if received.is_cuda:  # it may be read on a lane, and was made elsewhere
+                received.record_stream(torch.cuda.current_stream())
             return total if self._divide == 1 else total.div_(self._divide)
 
         return reduced
