@@ -8,7 +8,7 @@ import numpy as np
 
 from slipstream.analyze import dilation, overlap, tables, waits
 from slipstream.core.recording import Recording
-from slipstream.core.timeline import Kind, Timeline
+from slipstream.core.timeline import UNKNOWN, Collective, Kind, Timeline
 from slipstream.trace.classify import most_like_communication
 
 
@@ -85,7 +85,8 @@ def _worst(ranks: tuple[RankAnalysis, ...]) -> Worst | None:
         at = int(shares.exposed.argmax())
         row, exposed = int(shares.rows[at]), int(shares.exposed[at])
         if found is None or exposed > found.exposed_ns:
-            collective = timeline.collectives[timeline.collective[row]]
+            which = int(timeline.collective[row])
+            collective = timeline.collectives[which] if which != UNKNOWN else Collective("unknown")
             step = int(timeline.step[row])
             found = Worst(
                 timeline.rank,

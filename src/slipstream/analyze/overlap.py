@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -127,7 +128,8 @@ def _grouped(rows: Int64Array, key: npt.NDArray[np.int32]) -> dict[int, Int64Arr
     """Rows by key, in order of key."""
     order = np.argsort(key, kind="stable")
     values, first = np.unique(key[order], return_index=True)
-    return dict(zip(values.tolist(), np.split(rows[order], first[1:]), strict=True))
+    parts = np.split(rows[order], first[1:]) if len(rows) else []
+    return dict(zip(values.tolist(), parts, strict=True))
 
 
 def _step(book: _Book, index: int, rows: Int64Array) -> StepAccount:
@@ -185,9 +187,9 @@ def _feeding(timeline: Timeline, rows: Int64Array) -> tuple[int, int]:
     """Start of the first compute, and end of the last compute that feeds communication.
 
     The optimizer's compute consumes what was communicated; it feeds nothing, unless it is all there is. Without any
-    compute everything lies before the first.
+    compute everything lies before the first. A span without a length computes nothing.
     """
-    compute = rows[timeline.kind[rows] == Kind.COMPUTE]
+    compute = rows[(timeline.kind[rows] == Kind.COMPUTE) & (timeline.durations_ns[rows] > 0)]
     if not len(compute):
         return _FAR, _FAR
     feeding = compute[timeline.phase[compute] != Phase.OPTIMIZER]
@@ -202,12 +204,11 @@ def _union_of(timeline: Timeline, rows: Int64Array) -> Intervals:
 def _marked(timeline: Timeline, steps: list[StepAccount], by_step: dict[int, Int64Array]) -> list[StepAccount]:
     """Add the time to the next step, and mark the first steps that have not settled."""
     starts = [int(timeline.start_ns[by_step[step.index]].min()) for step in steps]
-    walls = np.diff(np.array(starts, np.int64)).tolist()
-    walls_or_none: list[int | None] = [*walls, None]
+    walls: list[int | None] = [following - start for start, following in pairwise(starts)]
     unsettled = unsettled_steps([step.account.span_ns for step in steps], [step.collectives for step in steps])
     return [
         replace(s, wall_ns=wall, warmup=position < unsettled)
-        for position, (s, wall) in enumerate(zip(steps, walls_or_none, strict=True))
+        for position, (s, wall) in enumerate(zip(steps, [*walls, None], strict=False))
     ]
 
 
