@@ -83,13 +83,41 @@ def loops() -> dict[str, bool]:
     (by_input,) = torch.autograd.grad(mine(model, rank) + scalar(model(x)), x)
     model.zero_grad()
     mine(model, rank).backward()
-    found["a backward to the inputs alone"] = same(gradients(model), expected) and by_input.abs().sum() > 0
+    found["a backward to the inputs alone"] = same(gradients(model), expected) and bool(by_input.abs().sum() > 0)
+
+    with model.no_sync():
+        model.zero_grad()
+        mine(model, rank).backward()
+    found["no_sync"] = same(gradients(model), gradients_alone(model.module, rank))
+    model.reduce()
+    found["reduced later"] = same(gradients(model), expected)
 
     with torch.no_grad():
         model.eval()(batch(0)) if rank == 0 else None
     model.train().zero_grad()
     mine(model, rank).backward()
     found["evaluation on one rank"] = same(gradients(model), expected)
+
+    found["measured again"] = True
+    before = model.report
+    model.measure_again()
+    for _ in range(3):
+        model.zero_grad()
+        mine(model, rank).backward()
+        found["measured again"] &= same(gradients(model), expected)
+    found["measured again"] &= model.report.gradients != before.gradients and model.report.plan == before.plan
+
+    stepped = DataParallel(build(), plan=ONE_EACH)
+    optimizer = StepByBucket(torch.optim.SGD(stepped.parameters(), lr=0.0), stepped)
+    expected = mean_of_ranks(stepped.module, mine)
+    for _ in range(2):
+        stepped.zero_grad()
+        mine(stepped, rank).backward()
+    with stepped.no_sync():  # no step between: autograd must not add to what is on its way
+        mine(stepped, rank).backward()
+    alone = gradients_alone(stepped.module, rank)
+    found["backward before step"] = same(gradients(stepped), [a + b for a, b in zip(expected, alone, strict=True)])
+    optimizer.step()
 
     module = model.module
     model.remove()
@@ -163,6 +191,7 @@ def messages() -> dict[str, str]:
 
     attempt("wrong plan", lambda: step(DataParallel(build(), plan=Fixed((("layers.0.weight",),)))))
     attempt("no plan yet", lambda: DataParallel(build()).ddp_arguments())
+    attempt("no plan to reduce by", lambda: DataParallel(build()).reduce())
     mixed = build(lambda m, x: m.layers[1](m.layers[0](x).double()), 2)
     mixed.layers[1].double()
     mixed = DataParallel(mixed)
@@ -183,6 +212,7 @@ def messages() -> dict[str, str]:
     Zero1(torch.optim.SGD(model.parameters()), model)
     step(model)
     attempt("no step between", lambda: step(model))
+    attempt("no plan but the first", model.measure_again)
 
     def grows(m: Any, x: Any) -> Any:
         for _ in range(m.pieces):
@@ -201,7 +231,7 @@ def messages() -> dict[str, str]:
 def test_mistakes_have_messages_that_help() -> None:
     (found,) = run_ranks(1, messages)
     expected = {
-        "unused": "UsageError: 2 of 6 parameters got no gradient in this backward: layers.2.weight, layers.2.bias",
+        "unused": "UsageError: 2 of 6 parameters have no gradient: layers.2.weight, layers.2.bias",
         "after an error": "UsageError: the last backward ended with an error",
         "unfrozen": "UsageError: layers.0.weight: it was unfrozen after wrapping",
         "nothing to train": "UsageError: trainable parameters on one device are needed, not on none",
@@ -209,12 +239,14 @@ def test_mistakes_have_messages_that_help() -> None:
         "create_graph": "UsageError: layers.3.bias: its gradient is itself differentiable",
         "wrong plan": "UsageError: the bucket plan does not name each trainable parameter once",
         "no plan yet": "UsageError: there is no plan yet",
+        "no plan to reduce by": "UsageError: there is no plan yet",
         "dtypes": "UsageError: DDP has no list of caps for gradients of several dtypes",
         "plain step": "UsageError: this optimizer is stepped in parts",
         "late zero1": "UsageError: the model has run a backward already",
         "state": "UsageError: the optimizer has state already",
         "strangers": "UsageError: the optimizer has parameters that the model has not",
         "no step between": "UsageError: a second backward before step() would lose the first",
+        "no plan but the first": "UsageError: the optimizer is sharded along the plan",
         "arrives more often": "UsageError: layers.0.bias: its gradient arrived 2 times, and 1 in the first backward",
     }
     assert found.keys() == expected.keys()

@@ -96,6 +96,14 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]  # torch is not follo
         finally:
             self.reducer.syncing = before
 
+    def reduce(self) -> None:
+        """Reduce what is in `.grad` now, behind nothing: what accumulated in `no_sync`, or for comparison."""
+        self.reducer.reduce()
+
+    def measure_again(self) -> None:
+        """Plan anew from the next backwards: the batch, the link or the machine has changed."""
+        self.reducer.measure_again()
+
     def remove(self) -> None:
         """Take the hooks off the module, which can then be used or wrapped again."""
         self.reducer.remove()

@@ -35,7 +35,7 @@ Unused: TypeAlias = Literal["error", "zeros"]
 """What a backward without some gradient means: a mistake, or a zero in the sum of that gradient."""
 
 Observer: TypeAlias = Callable[[str, str | int], None]
-"""Told of each event: `ready` with a parameter's name; `launch`, `wait`, `step`, `gather` with a bucket's number."""
+"""Told of events: `ready` with a name; `launch`, `wait`, `step`, `gather`, `receive` with the number of a bucket."""
 
 
 class Bucket:
@@ -50,8 +50,9 @@ class Bucket:
         self.flats = [Flat(members, wire or dtype, ranks) for dtype, members in by_dtype.items()]
         self.slots = {name: slot for flat in self.flats for name, slot in flat.slots.items()}
         self.size = sum(flat.size for flat in self.flats)
-        self.missing = set(parameters)
-        self.unused: set[str] = set()
+        self.missing = set(parameters)  # not yet put
+        self.absent: set[str] = set()  # put as zeros
+        self.unused: set[str] = set()  # absent on every rank
         self.pending: list[Reduced] = []
         self.results: list[torch.Tensor] = []
 
@@ -65,7 +66,7 @@ class Bucket:
         gradient, slot = self.parameters[name].grad, self.slots[name]
         self.missing.discard(name)
         if gradient is None:
-            self.unused.add(name)
+            self.absent.add(name)
             slot.zero_()
         elif gradient.layout is not torch.strided or gradient.requires_grad:
             kind = "sparse" if gradient.layout is not torch.strided else "itself differentiable"
@@ -74,6 +75,14 @@ class Bucket:
             slot.copy_(gradient)
         else:
             torch.mul(gradient, scale, out=slot)
+
+    def deliver(self, name: str) -> None:
+        """Make the sum the parameter's gradient. Where the dtype is its own, the slot has been that from the start."""
+        parameter, slot = self.parameters[name], self.slots[name]
+        if name in self.absent:  # here, and not on every rank
+            parameter.grad = slot.to(parameter.dtype)
+        elif slot.dtype != parameter.dtype and parameter.grad is not None:  # it may have been forgotten since
+            parameter.grad.copy_(slot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,18 +203,43 @@ class Reducer:
         """
         if self._backward is not None:
             return
+        if not self.syncing:
+            self.finish()  # or autograd would add to gradients that are on their way
+            return
+        self._open()
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+
+    def reduce(self) -> None:
+        """Reduce what is in `.grad` now, outside of a backward and behind nothing."""
+        if not self.buckets:
+            raise UsageError("there is no plan yet", do="run one backward first")
+        self._check_absent([name for name, parameter in self.parameters.items() if parameter.grad is None])
+        self._open()
+        self._reduce_rest()
+        self._close()
+
+    def measure_again(self) -> None:
+        """Plan anew from the next backwards, as from the first ones."""
+        if self.sharded:
+            raise UsageError("the optimizer is sharded along the plan, which has to stand", do="plan before")
+        self._measured, self._link = 0, None
+
+    def _open(self) -> None:
+        """Make the buckets ready to be filled."""
         if self.sharded and (self._outstanding or any(bucket.results for bucket in self.buckets)):
             raise UsageError("a second backward before step() would lose the first", do="accumulate within no_sync()")
-        self.finish()  # an earlier backward's, whose buffers are about to be filled anew
-        if not self.syncing:
-            return
+        self.finish()
         if self._newer_times is not None:
             self._make_plan(self._newer_times)
             self._newer_times = None
-        self._backward = _Backward(self._clock)
         for bucket in self.buckets:
-            bucket.missing, bucket.unused = set(bucket.parameters), set()
-        torch.autograd.Variable._execution_engine.queue_callback(self._ended)
+            bucket.missing, bucket.absent, bucket.unused = set(bucket.parameters), set(), set()
+        self._backward = _Backward(self._clock)
+
+    @property
+    def _current(self) -> _Backward:
+        assert self._backward is not None
+        return self._backward
 
     def _arrived(self, name: str, _parameter: torch.Tensor) -> None:
         self.begin()
@@ -229,13 +263,12 @@ class Reducer:
 
     def _ready(self, name: str) -> None:
         """Put a complete gradient in its bucket, and launch the buckets that waited for it."""
-        backward, bucket, parameter = self._backward, self._bucket_of[name], self.parameters[name]
-        assert backward is not None
+        backward, bucket, parameter = self._current, self._bucket_of[name], self.parameters[name]
         self.observe("ready", name)
         bucket.put(name, self._scale)
         if self.sharded:
             parameter.grad = None
-        elif name not in bucket.unused and bucket.slots[name].dtype == parameter.dtype:
+        elif name not in bucket.absent and bucket.slots[name].dtype == parameter.dtype:
             parameter.grad = bucket.slots[name]  # frees the copy; holds the sum once the bucket is reduced
         while backward.launched < len(self.buckets) and not self.buckets[backward.launched].missing:
             self._launch(self.buckets[backward.launched])
@@ -251,7 +284,7 @@ class Reducer:
 
     def _start_usage(self, bucket: Bucket) -> Reduced:
         """Count the ranks that have each gradient: what no rank has stays without one, as in a single process."""
-        counts = torch.tensor([name not in bucket.unused for name in bucket.parameters], dtype=torch.int32)
+        counts = torch.tensor([name not in bucket.absent for name in bucket.parameters], dtype=torch.int32)
         counts = counts.to(self.device)
         work = collectives.all_reduce(counts, self.group)
 
@@ -270,19 +303,24 @@ class Reducer:
         bucket.results = results[-len(bucket.flats) :]
         if not self.sharded:
             for name in bucket.parameters.keys() - bucket.unused:
-                _deliver(bucket.slots[name], self.parameters[name])
+                bucket.deliver(name)
 
     def _ended(self) -> None:
         """The backward has ended: reduce what has not been launched, which is everything in the first one."""
-        backward = self._backward
-        assert backward is not None
         # Without a single gradient it was a backward to something else, such as the inputs.
-        if backward.arrivals or self.unused == "zeros":
-            self._check_absent([name for name in self.parameters if name not in backward.arrivals])
-            self._learn(backward)
-            for name in itertools.chain.from_iterable(bucket.parameters for bucket in self.buckets):
-                if name in self._bucket_of[name].missing:
+        if self._current.arrivals or self.unused == "zeros":
+            self._check_absent([name for name in self.parameters if name not in self._current.arrivals])
+            self._learn(self._current)
+            self._reduce_rest()
+        self._close()
+
+    def _reduce_rest(self) -> None:
+        for bucket in self.buckets:
+            for name in bucket.parameters:
+                if name in bucket.missing:
                     self._ready(name)
+
+    def _close(self) -> None:
         self._backward = None  # an error leaves it: the ranks no longer agree on what was launched
         if not self.deferred:
             self.finish()
@@ -291,7 +329,7 @@ class Reducer:
         if absent and self.unused == "error":
             listed = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
             raise UsageError(
-                f"{len(absent)} of {len(self.parameters)} parameters got no gradient in this backward: {listed}",
+                f"{len(absent)} of {len(self.parameters)} parameters have no gradient: {listed}",
                 do="freeze them before wrapping (requires_grad_(False)), or pass unused='zeros'",
             )
 
@@ -365,16 +403,6 @@ class Reducer:
         plan = tuple(fact.names for fact in facts)
         finish = round(predict_finish(plan, gradients, link)) if link else None
         return PlanReport(tuple(facts), gradients, link, finish)
-
-
-def _deliver(slot: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Make the reduced gradient the parameter's own: the slot itself, or a copy where the wire had another dtype."""
-    if slot.dtype == parameter.dtype:
-        parameter.grad = slot
-    elif parameter.grad is None:
-        parameter.grad = slot.to(parameter.dtype)
-    else:
-        parameter.grad.copy_(slot)
 
 
 def _only_device(parameters: Mapping[str, torch.Tensor]) -> torch.device:
