@@ -122,7 +122,7 @@ def _doubts(ranks: tuple[RankAnalysis, ...], waited: waits.Waits | None) -> list
             f"{waited.unmatched} collectives could not be matched across ranks (different counts or operations)"
         )
     if waited is not None and waited.partial:
-        doubts.append("some ranks of some groups have no trace here: waiting is at least what is shown")
+        doubts.append("some collectives were not recorded on all of their ranks: waiting is at least what is shown")
     return doubts
 
 

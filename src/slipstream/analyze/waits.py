@@ -18,10 +18,11 @@ from slipstream.analyze.overlap import Overlap
 from slipstream.core.intervals import Int64Array
 from slipstream.core.timeline import UNKNOWN, Collective, Group, Kind, Timeline
 
-POINT_TO_POINT = frozenset({"send", "recv"})
-"""Operations between two ranks of a group: the others pass them by, so they cannot be matched by counting."""
+POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
+"""Operations between some ranks of a group: the others pass them by, so they cannot be matched by counting."""
 
-Key = tuple[object, ...]
+Key = tuple[Group, int, int | None, int]
+"""Group, number of the lane where the group has no name, step where the collective has no number, its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Waits:
     matched, unmatched     instances, counted once however many ranks they have
     clock_offset_ns        each timeline's clock against the first's; clock_error_ns: what the ends still differ by
                            after that (95th percentile), None where nothing was matched
-    partial                some ranks of some groups have no trace: waiting is a lower bound
+    partial                some collectives were not recorded on all of their ranks: waiting is a lower bound
     """
 
     wait_ns: tuple[Int64Array, ...]
@@ -111,34 +112,38 @@ Match = tuple[list[int], Int64Array]
 
 def _match(timelines: Sequence[Timeline], overlaps: Sequence[Overlap]) -> tuple[list[Match], int, bool]:
     """Match instances by group and number within the group: the recorded one, else the place within the step."""
-    by_bucket: dict[Key, dict[int, list[tuple[int, str, int]]]] = defaultdict(dict)
+    by_bucket: dict[Key, dict[int, list[tuple[str, int]]]] = defaultdict(dict)
+    present: dict[Group, set[tuple[int, str]]] = defaultdict(set)
     for index, (timeline, overlap) in enumerate(zip(timelines, overlaps, strict=True)):
         for bucket, entries in _buckets(timeline, overlap).items():
             by_bucket[bucket][index] = entries
+            present[bucket[0]].add((timeline.rank, timeline.device))
     found: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
     unmatched, partial = 0, False
-    for bucket, members in by_bucket.items():
-        group = bucket[0]
-        assert isinstance(group, Group)
-        expected = len(group.ranks) or group.size or 0
-        partial |= expected > len(members)
+    for (group, *_), members in by_bucket.items():
+        expected = len(group.ranks) or group.size or len(present[group])
+        partial |= max(expected, len(present[group])) > len(members)
         counts = {len(entries) for entries in members.values()}
-        if len(members) < 2 or len(counts) > 1:
+        one_group = bool(group.ranks) or len(present[group]) <= expected
+        if len(members) < 2 or len(counts) > 1 or not one_group:
             unmatched += max(counts)
             continue
         order = sorted(members)
         for instance in zip(*(members[index] for index in order), strict=True):
-            if len({(number, op) for number, op, _ in instance}) == 1:
-                found[tuple(order)].append([position for _, _, position in instance])
+            if len({op for op, _ in instance}) == 1:
+                found[tuple(order)].append([position for _, position in instance])
             else:
                 unmatched += 1
     matches = [(list(order), np.array(rows, np.int64).T) for order, rows in found.items()]
     return matches, unmatched, partial
 
 
-def _buckets(timeline: Timeline, overlap: Overlap) -> dict[Key, list[tuple[int, str, int]]]:
-    """Collectives of one timeline that are counted together: (recorded number or -1, operation, position)."""
-    buckets: dict[Key, list[tuple[int, str, int]]] = defaultdict(list)
+def _buckets(timeline: Timeline, overlap: Overlap) -> dict[Key, list[tuple[str, int]]]:
+    """Collectives of one timeline, in order, by group and recorded number, or step: (operation, position in shares).
+
+    Groups of one name whose ranks are not recorded may be several; `_match` finds out by their size.
+    """
+    buckets: dict[Key, list[tuple[str, int]]] = defaultdict(list)
     rows = overlap.shares.rows
     lanes = list(dict.fromkeys(timeline.lane[rows].tolist()))
     columns = (timeline.collective[rows], timeline.lane[rows], timeline.step[rows], timeline.sequence[rows])
@@ -148,10 +153,8 @@ def _buckets(timeline: Timeline, overlap: Overlap) -> dict[Key, list[tuple[int, 
             continue
         group = Group(collective.group.name, "", collective.group.size, collective.group.ranks)
         unnamed = lanes.index(lane) if not group.name else 0
-        step_number = timeline.steps[step].number if step != UNKNOWN else None
-        # A recorded number names the instance; without one, its place in the step has to.
-        place = ("number", number) if number != UNKNOWN else (unnamed, step_number)
-        buckets[(group, *place)].append((number, collective.op, position))
+        step_number = timeline.steps[step].number if step != UNKNOWN and number == UNKNOWN else None
+        buckets[group, unnamed, step_number, number].append((collective.op, position))
     return buckets
 
 
@@ -180,8 +183,9 @@ def _clocks(
         for position, member in enumerate(members):
             apart = ends[position] - (ends[reference] - offsets[members[reference]])
             if not known[member]:
-                offsets[member], known[member] = int(np.median(apart)), True
-            left.append(np.abs(apart - offsets[member]))
+                offsets[member], known[member] = np.sort(apart)[len(apart) // 2], True  # exact; np.median is float
+            if position != reference:
+                left.append(np.abs(apart - offsets[member]))
     if not left:
         return tuple(offsets.tolist()), None
     return tuple(offsets.tolist()), int(np.percentile(np.concatenate(left), 95))
