@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from slipstream.analyze.analysis import Analysis, RankAnalysis
-from slipstream.analyze.overlap import Account, StepAccount
+from slipstream.analyze.overlap import Account
 from slipstream.core.units import format_ns, format_share
 
 _NOTHING_TO_WIN = 0.03
 """Exposed share of the step below which there is nothing worth doing about it."""
+
+_MUCH_IDLE = 0.2
+"""Share of the step for which an idle device is worth a word before communication is."""
+
+_CULPRIT = 1.5
+"""How many times the even share of all waiting one rank must cause to be named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +44,22 @@ class Answer:
 
 def answer(analysis: Analysis) -> Answer:
     """Sum an analysis up."""
-    per_step = any(len(rank.overlap.steps) > 1 or _marked(rank) for rank in analysis.ranks)
     settled = [step for rank in analysis.ranks for step in rank.overlap.steps if not step.warmup]
+    per_step = bool(settled) and any(len(rank.overlap.steps) > 1 or _marked(rank) for rank in analysis.ranks)
     accounts = [step.account for step in settled] if per_step else [rank.overlap.account for rank in analysis.ranks]
     walls = [step.wall_ns for step in settled if step.wall_ns is not None]
     account = _mean(accounts)
+    wall_ns = round(sum(walls) / len(walls)) if per_step and walls else None
     return Answer(
         account=account,
-        wall_ns=round(sum(walls) / len(walls)) if per_step and walls else None,
+        wall_ns=wall_ns,
         per_step=per_step,
-        ranks=len(analysis.ranks),
-        steps=max((len(rank.overlap.steps) for rank in analysis.ranks), default=0),
-        warmup=max((sum(step.warmup for step in rank.overlap.steps) for rank in analysis.ranks), default=0),
+        ranks=len({(rank.timeline.rank, rank.timeline.device) for rank in analysis.ranks}),
+        steps=len({step.number for rank in analysis.ranks for step in rank.overlap.steps}),
+        warmup=len({step.number for rank in analysis.ranks for step in rank.overlap.steps if step.warmup}),
         extra_ns=_extra(analysis.ranks, per_step),
         dilation_ratio=_ratio(analysis.ranks),
-        look_at=_look_at(analysis, account),
+        look_at=_look_at(analysis, account, wall_ns),
     )
 
 
@@ -84,26 +91,47 @@ def _ratio(ranks: tuple[RankAnalysis, ...]) -> float | None:
     return sum(dilation.took_ns for dilation in measured) / alone if alone else None
 
 
-def _look_at(analysis: Analysis, account: Account) -> str:
+def _look_at(analysis: Analysis, account: Account, wall_ns: int | None) -> str:
     """What to look at first: the largest thing that is wrong, with its evidence."""
     if not account.comm_ns:
-        return "There is no communication in this trace; nothing to hide."
+        return _no_communication(analysis)
     if not account.compute_ns:
         return "There is no compute in this trace, so nothing to hide communication behind."
-    if account.exposed_ns <= _NOTHING_TO_WIN * account.span_ns:
+    little = account.exposed_ns <= _NOTHING_TO_WIN * account.span_ns
+    if little and not (idle := _idle(account, wall_ns)):
         return f"Nothing to win here: {format_share(account.exposed_ns, account.span_ns)} of the step is exposed."
-    return _waiting(analysis) or _on_compute_lane(analysis) or _idle(account) or _by_place(analysis, account)
+    if little:
+        return f"Communication is hidden ({format_share(account.exposed_ns, account.span_ns)} exposed). {idle}"
+    return (
+        _waiting(analysis)
+        or _on_compute_lane(analysis)
+        or _idle(account, wall_ns)
+        or _too_much(analysis, account)
+        or _by_place(analysis, account)
+    )
+
+
+def _no_communication(analysis: Analysis) -> str:
+    if any(len(rank.overlap.shares.rows) for rank in analysis.ranks):
+        return "Communication takes no measurable time in this trace; nothing to hide."
+    return "No communication was recognised in this trace: see the notes."
 
 
 def _waiting(analysis: Analysis) -> str:
+    """Waiting for peers is most of the exposed time; or a quarter with one culprit, behind whom the rest queues up."""
     waits = analysis.waits
     exposed = sum(rank.overlap.account.exposed_ns for rank in analysis.ranks)
-    if waits is None or not waits.matched or 2 * (waiting := sum(r.exposed_wait_ns for r in waits.ranks)) < exposed:
+    if waits is None or not waits.matched or 4 * (waiting := sum(r.exposed_wait_ns for r in waits.ranks)) < exposed:
         return ""
     late = max(waits.ranks, key=lambda rank: rank.awaited_ns)
+    is_culprit = late.awaited_ns > max(_CULPRIT / len(waits.ranks), 0.3) * waiting
+    if 2 * waiting < exposed and not is_culprit:
+        return ""
+    lead = f"Waiting, not bandwidth: {format_share(waiting, exposed)} of the exposed time is spent waiting for a peer"
+    if not is_culprit:
+        return f"{lead}, each rank in its turn: even out the work (data lengths, host jitter) before the network."
     return (
-        f"Waiting, not bandwidth: {format_share(waiting, exposed)} of the exposed time is spent waiting for a peer. "
-        f"Rank {late.rank} comes last in {late.times_last} of {waits.matched} collectives and accounts for "
+        f"{lead}. Rank {late.rank} comes last in {late.times_last} of {waits.matched} collectives and accounts for "
         f"{format_share(late.awaited_ns, waiting)} of that: look at its work before the network."
     )
 
@@ -118,19 +146,29 @@ def _on_compute_lane(analysis: Analysis) -> str:
     return f"{names} run on a lane that also computes, where they cannot overlap it: give them a stream of their own."
 
 
-def _idle(account: Account) -> str:
-    if account.idle_ns <= account.exposed_ns:
+def _idle(account: Account, wall_ns: int | None) -> str:
+    """The device has nothing to do for longer than communication is exposed, in the step or before the next one."""
+    whole = max(wall_ns or 0, account.span_ns)
+    idle = account.idle_ns + whole - account.span_ns
+    if idle <= account.exposed_ns or idle < _MUCH_IDLE * whole:
         return ""
     return (
-        f"The device is idle for {format_share(account.idle_ns, account.span_ns)} of the step, longer than "
-        "communication is exposed: the host (or the data) is late; look there first."
+        f"The device is idle for {format_share(idle, whole)} of the step, longer than communication is exposed: the "
+        "host (or the data) is late; look there first."
+    )
+
+
+def _too_much(analysis: Analysis, account: Account) -> str:
+    if account.comm_ns <= account.compute_ns:
+        return ""
+    return (
+        f"Communication ({format_ns(account.comm_ns)}) takes longer than compute ({format_ns(account.compute_ns)}), "
+        f"{_mostly(analysis)}: it cannot all be hidden at this number of tokens per GPU."
     )
 
 
 def _by_place(analysis: Analysis, account: Account) -> str:
-    worst = analysis.collectives[0]
-    who = f"mostly {worst.op} of group {worst.group.label}" if worst.group.label != "unnamed" else f"mostly {worst.op}"
-    exposed = account.exposed_ns
+    who, exposed = _mostly(analysis), account.exposed_ns
     if 2 * account.tail_ns >= exposed:
         return (
             f"{format_share(account.tail_ns, exposed)} of the exposed time is tail, behind the last compute that feeds "
@@ -141,17 +179,13 @@ def _by_place(analysis: Analysis, account: Account) -> str:
             f"{format_share(account.head_ns, exposed)} of the exposed time is head, before the first compute ({who}): "
             "start the first gather behind the previous step's optimizer."
         )
-    if account.comm_ns > account.compute_ns:
-        return (
-            f"Communication ({format_ns(account.comm_ns)}) takes longer than compute "
-            f"({format_ns(account.compute_ns)}), {who}: it cannot all be hidden at this number of tokens per GPU."
-        )
     return (
         f"There is enough compute to hide all communication, but {format_ns(account.stall_ns)} a step stall between "
         f"head and tail ({who}): look for late launches, serialised groups and waits for the host."
     )
 
 
-def settled_steps(rank: RankAnalysis) -> list[StepAccount]:
-    """The steps of a rank that are not warm-up."""
-    return [step for step in rank.overlap.steps if not step.warmup]
+def _mostly(analysis: Analysis) -> str:
+    worst = analysis.collectives[0]
+    return f"mostly {worst.op}" + (f" of group {worst.group.label}" if worst.group.label != "unnamed" else "")
+
