@@ -150,7 +150,11 @@ def look_at(*timelines: Timeline) -> str:
 
 
 def test_no_communication() -> None:
-    assert look_at(timeline([(COMPUTE, 0, 100)])) == "There is no communication in this trace; nothing to hide."
+    assert "No communication was recognised" in look_at(timeline([(COMPUTE, 0, 100)]))
+
+
+def test_communication_without_length() -> None:
+    assert "no measurable time" in look_at(timeline([(COMPUTE, 0, 100), (COMM, 50, 50)]))
 
 
 def test_no_compute() -> None:
@@ -178,6 +182,17 @@ def test_on_the_compute_lane() -> None:
 
 def test_idle() -> None:
     assert "idle for 69 % of the step" in look_at(timeline([(COMPUTE, 0, 10), (COMM, 10, 30), (COMPUTE, 99, 100)]))
+
+
+def test_hidden_but_idle() -> None:
+    text = look_at(timeline([(COMPUTE, 0, 20), (COMM, 10, 21), (COMPUTE, 90, 100)]))
+    assert "Communication is hidden" in text and "idle for 69 %" in text
+
+
+def test_idle_between_steps() -> None:
+    """From one step to the next the device has nothing to do."""
+    text = look_at(timeline(STALL, moved(STALL, 1000), moved(STALL, 2000)))
+    assert "idle for 90 % of the step" in text
 
 
 def test_tail() -> None:

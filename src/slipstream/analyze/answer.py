@@ -112,6 +112,8 @@ def _look_at(analysis: Analysis, account: Account, wall_ns: int | None) -> str:
 
 
 def _no_communication(analysis: Analysis) -> str:
+    if any(rank.overlap.account.comm_ns for rank in analysis.ranks):
+        return "All communication lies outside the steps: check where they are marked."
     if any(len(rank.overlap.shares.rows) for rank in analysis.ranks):
         return "Communication takes no measurable time in this trace; nothing to hide."
     return "No communication was recognised in this trace: see the notes."
