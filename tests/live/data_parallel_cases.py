@@ -220,7 +220,7 @@ def wrap(case: Case, module: Any, events: list[Any]) -> tuple[Any, Any]:
                 share.own.copy_(own)
 
     model = DataParallel(module, plan=case.plan, observe=observe, **case.options)
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5, weight_decay=0.5)
     if case.tail:
         optimizer = {"step": StepByBucket, "zero1": Zero1}[case.tail](optimizer, model)
     return model, optimizer
@@ -251,7 +251,7 @@ def run_case(case: Case) -> dict[str, Any]:
             parameter.data.fill_(float("nan"))
     events: list[Any] = []
     model, optimizer = wrap(case, module, events)
-    their_optimizer = torch.optim.SGD(reference.parameters(), lr=0.5, momentum=0.5)
+    their_optimizer = torch.optim.SGD(reference.parameters(), lr=0.5, momentum=0.5, weight_decay=0.5)
     found: dict[str, Any] = {"wrong": [], "events": [], "counts": [], "reports": []}
     for step in range(STEPS):
         if not case.keep_gradients:
