@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,11 @@ import numpy as np
 from slipstream.analyze import dilation, overlap, tables, waits
 from slipstream.core.recording import Recording
 from slipstream.core.timeline import UNKNOWN, Collective, Kind, Timeline
-from slipstream.trace.classify import most_like_communication
+from slipstream.core.units import format_ns
+from slipstream.trace.classify import most_like_communication, sounds_like_communication
+
+_LOUD = 0.05
+"""Share of all communication from which a doubtful kernel is worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,13 @@ def _doubts(ranks: tuple[RankAnalysis, ...], waited: waits.Waits | None) -> list
         )
     sources = dict.fromkeys(rank.timeline.steps_from for rank in ranks)
     doubts += [f"steps {source}" for source in sources if source.startswith(("inferred", "not marked"))]
+    if any(rank.overlap.account.exposed_ns and not _phases_known(rank) for rank in ranks):
+        doubts.append(
+            "phases not recorded (no autograd or optimizer ranges): tail starts at the last compute"
+        )
+    doubts += _unrecognised(ranks)
+    if waited is not None and (passed := _point_to_point(ranks)):
+        doubts.append(f"{passed:,} sends and receives were not matched across ranks: waiting in them is not known")
     if waited is not None and waited.unmatched:
         doubts.append(
             f"{waited.unmatched} collectives could not be matched across ranks (different counts or operations)"
@@ -126,14 +138,54 @@ def _doubts(ranks: tuple[RankAnalysis, ...], waited: waits.Waits | None) -> list
     return doubts
 
 
-def _no_communication(rank: RankAnalysis) -> str:
-    timeline = rank.timeline
+def _phases_known(rank: RankAnalysis) -> bool:
+    return not rank.timeline.phases_from.startswith(("none", "not recorded"))
+
+
+def _point_to_point(ranks: tuple[RankAnalysis, ...]) -> int:
+    """How many spans are sends and receives."""
+    count = 0
+    for rank in ranks:
+        timeline = rank.timeline
+        is_pair = np.array([c.op in waits.POINT_TO_POINT for c in timeline.collectives] + [False], np.bool_)
+        count += int(is_pair[timeline.collective[rank.overlap.shares.rows]].sum())
+    return count
+
+
+def _unrecognised(ranks: tuple[RankAnalysis, ...]) -> list[str]:
+    """Compute that sounds like communication, where other communication was recognised and it is not negligible."""
+    total: Counter[str] = Counter()
+    comm = sum(rank.overlap.account.comm_ns for rank in ranks)
+    for rank in ranks:
+        timeline = rank.timeline
+        if timeline.device == "cpu" or not len(rank.overlap.shares.rows):
+            continue
+        times = _time_by_name(timeline)
+        total.update({name: ns for name, ns in times.items() if sounds_like_communication(name)})
+    loud = [(name, ns) for name, ns in total.most_common(3) if ns > _LOUD * comm]
+    if not loud:
+        return []
+    names = "; ".join(f"{_short(name)} ({format_ns(ns)})" for name, ns in loud)
+    return [f"counted as compute, though they sound like communication: {names}. If they are: --kind 'REGEX=comm'"]
+
+
+def _time_by_name(timeline: Timeline) -> dict[str, int]:
+    """Time of the compute spans of each name."""
     kernels = timeline.kind == Kind.COMPUTE
     total = np.bincount(timeline.name[kernels], weights=timeline.durations_ns[kernels], minlength=len(timeline.names))
-    used = np.unique(timeline.name[kernels]).tolist()
-    alike = most_like_communication((timeline.names[index], int(total[index])) for index in used)
-    what = f"rank {timeline.rank}: no communication found among {int(kernels.sum()):,} compute spans"
+    return {timeline.names[index]: int(total[index]) for index in np.unique(timeline.name[kernels]).tolist()}
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else name[:77] + "..."
+
+
+def _no_communication(rank: RankAnalysis) -> str:
+    timeline = rank.timeline
+    alike = most_like_communication(_time_by_name(timeline).items())
+    count = int((timeline.kind == Kind.COMPUTE).sum())
+    what = f"rank {timeline.rank}: no communication found among {count:,} compute spans"
     if not alike:
         return f"{what}, and none has a name like it"
-    names = "; ".join(name if len(name) <= 80 else name[:77] + "..." for name in alike)
+    names = "; ".join(map(_short, alike))
     return f"{what}. Most like it: {names}. If one of them communicates: --kind 'REGEX=comm'"

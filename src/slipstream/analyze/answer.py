@@ -130,6 +130,8 @@ def _waiting(analysis: Analysis) -> str:
     if 2 * waiting < exposed and not is_culprit:
         return ""
     lead = f"Waiting, not bandwidth: {format_share(waiting, exposed)} of the exposed time is spent waiting for a peer"
+    if 2 * waiting < exposed:
+        lead += ", and what is queued behind waits with it"
     if not is_culprit:
         return f"{lead}, each rank in its turn: even out the work (data lengths, host jitter) before the network."
     return (
@@ -190,4 +192,3 @@ def _by_place(analysis: Analysis, account: Account) -> str:
 def _mostly(analysis: Analysis) -> str:
     worst = analysis.collectives[0]
     return f"mostly {worst.op}" + (f" of group {worst.group.label}" if worst.group.label != "unnamed" else "")
-

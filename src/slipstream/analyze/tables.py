@@ -37,7 +37,10 @@ class CommRow:
                   which include waiting (`busbw_includes_wait`)
     wait_ns       sum of what each rank waited; None where no instance was matched across ranks
     transfer_ns   each matched instance once, since it takes the same time on all of its ranks; else None
-    wait_at_most_ns        with one rank: waiting is at least 0 and at most this, the time beyond the shortest like it
+    wait_at_least_ns       with one rank: the time beyond the shortest like it, which waiting is at least if transfers
+                           of like collectives take alike; at most it is `duration_ns`
+    partial       some of the ranks have no trace here: wait_ns is a lower bound, transfer_ns and busbw are no more
+                  than bounds either
     on_compute_lane        how many ran on a lane that mostly computes, and so cannot overlap
     """
 
@@ -50,7 +53,8 @@ class CommRow:
     busbw_includes_wait: bool
     wait_ns: int | None
     transfer_ns: int | None
-    wait_at_most_ns: int | None
+    wait_at_least_ns: int | None
+    partial: bool
     hidden_ns: int
     exposed_ns: int
     on_compute_lane: int
@@ -194,6 +198,9 @@ def _row(comm: _Comm, picked: Int64Array, op: str, group: Group) -> CommRow:
     known = [size for size in sizes if size is not None]
     beyond = int((comm.duration[picked] - comm.shortest[picked]).sum())
     busbw, includes_wait = _bus_bandwidth(comm, picked, matched)
+    partial = any(
+        comm.members[row] < _size(comm.collective[comm.which[row]].group, int(comm.members[row])) for row in matched
+    )
     return CommRow(
         op=op,
         group=group,
@@ -201,14 +208,19 @@ def _row(comm: _Comm, picked: Int64Array, op: str, group: Group) -> CommRow:
         size_bytes=sum(known) if len(known) == len(sizes) else None,
         duration_ns=int(comm.duration[picked].sum()),
         busbw=busbw,
-        busbw_includes_wait=includes_wait,
+        busbw_includes_wait=includes_wait or partial,
         wait_ns=int(comm.wait[matched].sum()) if len(matched) else None,
         transfer_ns=_once_an_instance(comm, matched) if len(matched) else None,
-        wait_at_most_ns=None if len(matched) else beyond,
+        wait_at_least_ns=None if len(matched) else beyond,
+        partial=partial,
         hidden_ns=int(comm.hidden[picked].sum()),
         exposed_ns=int(comm.exposed[picked].sum()),
         on_compute_lane=int(comm.on_compute_lane[picked].sum()),
     )
+
+
+def _size(group: Group, absent: int) -> int:
+    return group.size or len(group.ranks) or absent
 
 
 def _once_an_instance(comm: _Comm, matched: Int64Array) -> int:

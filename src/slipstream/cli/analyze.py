@@ -8,6 +8,7 @@ import sys
 
 from slipstream.analyze.analysis import analyze
 from slipstream.cli import reading
+from slipstream.core.errors import MachineError, UsageError
 from slipstream.core.store import save
 from slipstream.report.json import to_json
 
@@ -23,6 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, analyze, report."""
+    if arguments.output and not arguments.output.endswith(".slip"):
+        raise UsageError(
+            "is not called .slip; --output saves a recording",
+            where=arguments.output,
+            do="name it RUN.slip, or write another format with slipstream export --to",
+        )
+    if sys.stdout is None:
+        raise MachineError("standard output is closed", do="run it with standard output open")
     recording = reading.recording(arguments)
     if arguments.output:
         save(recording, arguments.output, force=arguments.force)

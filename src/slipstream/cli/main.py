@@ -10,10 +10,11 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn
 
 from slipstream import __version__
 from slipstream.cli import analyze, export
-from slipstream.core.errors import SlipstreamError
+from slipstream.core.errors import MachineError, SlipstreamError, UsageError
 
 VERBS: dict[str, ModuleType] = {"analyze": analyze, "export": export}
 
@@ -40,7 +41,10 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     parsed = _parser().parse_args(arguments)
     try:
-        return int(VERBS[parsed.verb].run(parsed))
+        code = int(VERBS[parsed.verb].run(parsed))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except SlipstreamError as error:
         print(f"slipstream: {_one_line(str(error))}", file=sys.stderr)
         return error.exit_code
@@ -48,15 +52,30 @@ def main(arguments: Sequence[str]) -> int:
         print("slipstream: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output went away (`| head`). Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader of our output went away (`| head`)
         return 0
+    except OSError as error:
+        _drop_output()
+        print(f"slipstream: {_one_line(str(error))}; check space and permissions", file=sys.stderr)
+        return MachineError.exit_code
+
+
+def _drop_output() -> None:
+    """Send what is still buffered nowhere, or Python would fail again when it flushes at exit."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"slipstream: {_one_line(message)}; see {self.prog} --help", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="slipstream", description=_OVERVIEW, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(prog="slipstream", description=_OVERVIEW, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"slipstream {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, module in VERBS.items():

@@ -33,7 +33,8 @@ _PARTS = (
 def print_analysis(analysis: Analysis, *, tables: bool = True) -> None:
     """Print an analysis to standard output: in colour and fitted to a terminal, plain and 140 wide to anything else."""
     if sys.stdout.isatty():
-        show(analysis, Console(highlight=False), tables=tables)
+        console = Console(highlight=False)
+        show(analysis, console, tables=tables)
         return
     console = Console(highlight=False, width=_PIPE_WIDTH, file=io.StringIO())
     show(analysis, console, tables=tables)
@@ -47,12 +48,14 @@ def show(analysis: Analysis, console: Console, *, tables: bool = True) -> None:
     _headline(analysis, found, console)
     _numbers(analysis, found, console)
     for warning in analysis.warnings:
-        console.print(f"[yellow]note[/yellow]  {escape(warning)}")
+        console.print(f"[yellow]note[/yellow]  {_safe(warning)}")
     if tables:
         for table in (_ranks(analysis), _steps(analysis), _groups(analysis), _collectives(analysis), _lanes(analysis)):
             if table is not None:
                 console.print()
-                console.print(table)
+                # A table that does not fit is better folded by the terminal than cut: a cut unit is a wrong number.
+                wide = console.measure(table).minimum > console.width
+                console.print(table, width=_PIPE_WIDTH if wide else None, crop=not wide, soft_wrap=wide)
 
 
 def _headline(analysis: Analysis, found: Answer, console: Console) -> None:
@@ -68,8 +71,8 @@ def _headline(analysis: Analysis, found: Answer, console: Console) -> None:
     ranks = f"{found.ranks} rank{'s' if found.ranks != 1 else ''} (from {analysis.recording.ranks_from})"
     steps = f"{found.steps} step{'s' if found.steps != 1 else ''}"
     steps += f", {found.warmup} of them warm-up and left out" if found.warmup else ""
-    console.print(f"[bold]{escape(text)}[/bold]")
-    console.print(f"[dim]{escape(ranks)}, {escape(steps)}; means over settled steps and ranks[/dim]")
+    console.print(f"[bold]{_safe(text)}[/bold]")
+    console.print(f"[dim]{_safe(ranks)}, {_safe(steps)}; means over settled steps and ranks[/dim]")
     console.print(_bar(account))
     console.print()
 
@@ -105,7 +108,9 @@ def _numbers(analysis: Analysis, found: Answer, console: Console) -> None:
     )
     grid.add_row("  exposed", format_ns(account.exposed_ns), places)
     grid.add_row("copy", format_ns(account.copy_ns), format_share(account.copy_ns, account.span_ns))
-    grid.add_row("idle", format_ns(account.idle_ns), format_share(account.idle_ns, account.span_ns))
+    between = (found.wall_ns or 0) - account.span_ns
+    pause = f", and {format_ns(between)} between steps" if between > 0 else ""
+    grid.add_row("idle", format_ns(account.idle_ns), format_share(account.idle_ns, account.span_ns) + pause)
     grid.add_row("dilation", *_dilation(analysis.ranks, found))
     if analysis.worst is not None:
         worst = analysis.worst
@@ -113,15 +118,15 @@ def _numbers(analysis: Analysis, found: Answer, console: Console) -> None:
         text = (
             f"{worst.op} of group {worst.group} exposed at once on {where}; it ran for {format_ns(worst.duration_ns)}"
         )
-        grid.add_row("worst", format_ns(worst.exposed_ns), escape(text))
+        grid.add_row("worst", format_ns(worst.exposed_ns), _safe(text))
     console.print(grid)
-    console.print(f"\n[bold]look at[/bold]  {escape(found.look_at)}")
+    console.print(f"\n[bold]look at[/bold]  {_safe(found.look_at)}")
 
 
 def _dilation(ranks: Sequence[RankAnalysis], found: Answer) -> tuple[str, str]:
     if found.extra_ns is None or found.dilation_ratio is None or found.net_hidden_ns is None:
         reason = next((rank.dilation.reason for rank in ranks if rank.dilation.reason), "no rank")
-        return "-", escape(f"not measurable: {reason}")
+        return "-", _safe(f"not measurable: {reason}")
     matched = sum(rank.dilation.matched for rank in ranks)
     beside = sum(rank.dilation.beside for rank in ranks)
     return format_ns(found.extra_ns), (
@@ -134,7 +139,7 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
     for column in columns:
         left = column in {"device", "name", "group", "lane", "rank", "step", "wait"}
-        table.add_column(column, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     return table
 
 
@@ -150,10 +155,15 @@ def _ranks(analysis: Analysis) -> Table:
     awaited = [format_ns(wait.awaited_ns) for wait in analysis.waits.ranks] if analysis.waits is not None else []
     columns = ("awaited",) if analysis.waits is not None else ()
     table = _table("By rank, whole trace", "rank", "device", *_ACCOUNT, *columns)
-    for index, rank in enumerate(analysis.ranks[:_MOST_ROWS]):
+    ranks = list(enumerate(analysis.ranks))
+    if analysis.waits is not None and len(ranks) > _MOST_ROWS:
+        waited = analysis.waits.ranks
+        ranks.sort(key=lambda pair: -waited[pair[0]].awaited_ns)
+        table.title = "By rank, whole trace; those that others waited for first"
+    for index, rank in ranks[:_MOST_ROWS]:
         table.add_row(
             str(rank.timeline.rank),
-            escape(rank.timeline.device),
+            _safe(rank.timeline.device),
             *_account_cells(rank.overlap.account),
             *awaited[index : index + 1],
         )
@@ -185,21 +195,36 @@ def _comm_table(title: str, rows: Sequence[CommRow], *, with_op: bool) -> Table 
     names = ("name", "group") if with_op else ("group",)
     table = _table(title, *names, "size", "count", "bytes", "bus bw", "hidden", "exposed", "transfer", "wait")
     for row in rows[:_MOST_ROWS]:
-        cells = [escape(row.op)] if with_op else []
+        cells = [_safe(row.op)] if with_op else []
         note = " on a compute lane" if row.on_compute_lane * 2 >= row.count else ""
         table.add_row(
             *cells,
-            escape(row.group.label) + note,
+            _group_name(row, rows) + note,
             "?" if row.group.size is None else str(row.group.size),
             f"{row.count:,}",
             "?" if row.size_bytes is None else format_bytes(row.size_bytes),
             _bandwidth(row),
             format_ns(row.hidden_ns),
             format_ns(row.exposed_ns),
-            "?" if row.transfer_ns is None else format_ns(row.transfer_ns),
+            _transfer(row),
             _wait(row),
         )
+    table.caption = "transfer counts a collective once; the other times are sums over ranks"
     return _capped(table, len(rows))
+
+
+def _group_name(row: CommRow, rows: Sequence[CommRow]) -> str:
+    """The group's label, with its ranks where several groups share the label."""
+    if len({other.group for other in rows if other.group.label == row.group.label}) < 2:
+        return _safe(row.group.label)
+    ranks = ", ".join(map(str, row.group.ranks[:8])) + (", ..." if len(row.group.ranks) > 8 else "")
+    return _safe(f"{row.group.label} {row.group.name} [{ranks}]")
+
+
+def _transfer(row: CommRow) -> str:
+    if row.transfer_ns is None:
+        return "?"
+    return f"{'<= ' if row.partial else ''}{format_ns(row.transfer_ns)}"
 
 
 def _bandwidth(row: CommRow) -> str:
@@ -210,15 +235,17 @@ def _bandwidth(row: CommRow) -> str:
 
 def _wait(row: CommRow) -> str:
     if row.wait_ns is not None:
-        return format_ns(row.wait_ns)
-    return "?" if row.wait_at_most_ns is None else f"0 to {format_ns(row.wait_at_most_ns)}"
+        return f"{'>= ' if row.partial else ''}{format_ns(row.wait_ns)}"
+    if row.wait_at_least_ns is None:
+        return "?"
+    return f"{format_ns(row.wait_at_least_ns)} to {format_ns(row.duration_ns)}"
 
 
 def _lanes(analysis: Analysis) -> Table:
     rows: list[LaneRow] = [row for rank in analysis.ranks for row in rank.lanes]
     table = _table("By lane", "rank", "lane", "spans", "compute", "comm", "copy")
     for row in rows[:_MOST_ROWS]:
-        label = escape(row.lane) + (" (computes and communicates)" if row.mixed else "")
+        label = _safe(row.lane) + (" (computes and communicates)" if row.mixed else "")
         times = (format_ns(ns) for ns in (row.compute_ns, row.comm_ns, row.copy_ns))
         table.add_row(str(row.rank), label, f"{row.spans:,}", *times)
     return _capped(table, len(rows))
@@ -226,6 +253,12 @@ def _lanes(analysis: Analysis) -> Table:
 
 def _capped(table: Table, count: int) -> Table:
     if count > _MOST_ROWS:
-        table.caption = f"{count - _MOST_ROWS} more rows in --json"
-        table.caption_justify = "left"
+        more = f"{count - _MOST_ROWS} more rows in --json"
+        table.caption = f"{table.caption}; {more}" if table.caption else more
+    table.caption_justify = "left"
     return table
+
+
+def _safe(text: str) -> str:
+    """Text from a trace as data: no markup, no control characters that a terminal would obey."""
+    return escape("".join(c if c.isprintable() else "\ufffd" for c in text))

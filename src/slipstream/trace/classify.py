@@ -33,7 +33,8 @@ class Rule:
 
 # Patterns that begin with ^ look at the function's own name: `void `, return types and namespaces in front of it are
 # allowed by _NAME, template arguments behind it are not searched, because they name other functions.
-_NAME = r"^(?:void )?(?:[\w:]|\(anonymous namespace\)::)*?"
+_NAME = r"^(?:void )?(?:\w+::|\(anonymous namespace\)::)*"
+_IN_NAME = r"^(?:void )?(?:[\w:]|\(anonymous namespace\)::)*?"
 
 KERNELS: tuple[Rule, ...] = (
     Rule(
@@ -66,10 +67,10 @@ KERNELS: tuple[Rule, ...] = (
     Rule(r"(?i)\brccl", Kind.COMM, "RCCL's own kernels", "ROCm"),
     Rule(r"(?i)msccl", Kind.COMM, "MSCCL and MSCCL++ collectives", "MSCCL++ traces, ROCm's built-in MSCCL"),
     Rule(
-        r"(?i)nvshmem",
+        r"(?i)(nv|roc|i|open|x)shmem",
         Kind.COMM,
-        "NVSHMEM device-side transfers and barriers",
-        "PyTorch symmetric memory, DeepEP",
+        "device-side transfers and barriers of the SHMEM libraries",
+        "NVSHMEM in PyTorch symmetric memory and DeepEP; rocSHMEM",
     ),
     Rule(
         r"(?i)dpsk::ep::|deep_ep::|deepep|hybrid_ep::|uccl(_ep)?::|pplx.*(dispatch|combine|all_?to_?all)|\bmori::"
@@ -114,7 +115,7 @@ KERNELS: tuple[Rule, ...] = (
     ),
     Rule(
         r"(?i)^(?!.*(gemm|matmul))"
-        + _NAME
+        + _IN_NAME
         + r"(?<!warp)(?<!warp_)(?<!block)(?<!block_)(?<!wave)(?<!wave_)(?<!thread)(?<!thread_)"
         r"(all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)(?!_copy)",
         Kind.COMM,
@@ -139,7 +140,7 @@ HOST_LAUNCH_ANNOTATION = re.compile(r"^(nccl|gloo|mpi|ucc|xccl|hccl|ccl|rccl):(\
 COLLECTIVE_HOST_OPS = re.compile(r"^(c10d|_?c10d_functional(_autograd)?|symm_mem|record_param_comms)\b")
 """Host operators that launch, wait for, or describe communication."""
 
-HOST_WAIT = re.compile(r"(?i)wait_tensor|\bbarrier\b|monitored_barrier|\bwait\b|\bsynchronize\b|\bjoin\b")
+HOST_WAIT = re.compile(r"(?i)(?<![a-z])(wait|barrier|synchroni[sz]e|sync|join|block_until|flush|sleep)(?![a-z])")
 """Host ranges in which a thread is blocked: neither they nor the operators around them are compute."""
 
 HOST_CONTAINERS = re.compile(
@@ -149,6 +150,12 @@ HOST_CONTAINERS = re.compile(
 """Host operators that only enclose other work; their own time is dispatch or waiting. Work is done by operators of a
 library, which have a namespace (`aten::mm`), and by compiled kernels. A name without one is a Python function's, an
 engine node's or a wrapper's: a custom `autograd.Function` whose backward waits is a leaf as long as the wait."""
+
+_SOUNDS_LIKE_COMM = re.compile(
+    r"(?i)all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|shmem|(?<![a-z])(send|recv|peer|p2p)(?![a-z])|exchange"
+    r"|dispatch|combine_|broadcast_(?!to)|collective|nccl|rccl"
+)
+"""Stricter than `_LOOKS_LIKE_COMM`: worth a word even in a trace where other communication was recognised."""
 
 _LOOKS_LIKE_COMM = re.compile(
     r"(?i)all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|broadcast|send|recv|peer|comm|ring|shmem|exchange|dispatch"
@@ -229,6 +236,11 @@ def parse_user_rule(text: str) -> Rule:
     except re.error as error:
         raise UsageError(f"--kind {text!r} holds a bad pattern: {error}", do="mend the regular expression") from error
     return Rule(pattern, kinds[kind_name], "asked for with --kind", "this command line")
+
+
+def sounds_like_communication(name: str) -> bool:
+    """Whether a compute kernel's own name makes one wonder. The decided rows of the table raise no doubt."""
+    return bool(_SOUNDS_LIKE_COMM.search(own_name(name))) and not any(rule.regex.search(name) for rule in KERNELS)
 
 
 def most_like_communication(names: Iterable[tuple[str, int]], limit: int = 5) -> list[str]:

@@ -84,6 +84,10 @@ def _losses(stream: EventStream, rows: Rows) -> list[str]:
         warnings.append(f"{stream.repaired:,} events with unescaped quotes in their names were mended")
     if rows.without_time:
         warnings.append(f"{rows.without_time:,} events without a usable time were left out")
+    if rows.begin_end:
+        warnings.append(
+            f"{rows.begin_end:,} begin and end events (ph B, E) were left out; whole ones (ph X) are read"
+        )
     if rows.negative:
         warnings.append(f"{rows.negative:,} events have a negative duration; each counts as empty")
     return warnings

@@ -34,10 +34,12 @@ def settle(phase: Int64Array, step: Int64Array, times: Int64Array) -> tuple[Int6
     """Give a phase to spans that were launched outside all marked ranges, step by step.
 
     Up to the last launch of backward they are forward; behind it they prepare the optimizer (clipping, scaling).
-    Returns the phases and where they come from. Without any backward, nothing is known.
+    Returns the phases and where they come from. Without any backward only the optimizer is known, if it is marked.
     """
     if not (phase == Phase.BACKWARD).any():
-        return np.full(len(phase), Phase.UNKNOWN, np.int64), "not recorded: no autograd ranges"
+        if (phase == Phase.OPTIMIZER).any():
+            return np.where(phase == Phase.OPTIMIZER, phase, Phase.UNKNOWN), "optimizer ranges on the host"
+        return np.full(len(phase), Phase.UNKNOWN, np.int64), "not recorded: no autograd or optimizer ranges"
     settled = phase.copy()
     for index in np.unique(step):
         rows = np.flatnonzero(step == index)

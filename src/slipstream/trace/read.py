@@ -38,6 +38,8 @@ WHOLE_FORMATS: tuple[Format, ...] = (
 )
 
 NOT_YET: tuple[tuple[bytes, str, str], ...] = (
+    (b"\xfd7zXZ\0", "is compressed with xz", "decompress it, or compress it with gzip or zstd"),
+    (b"BZh", "is compressed with bzip2", "decompress it, or compress it with gzip or zstd"),
     (
         b"SQLite format 3\0",
         "is an SQLite database (Nsight Systems?)",

@@ -50,6 +50,7 @@ class Rows:
         self.categories: Counter[str] = Counter()
         self.without_time = 0
         self.negative = 0
+        self.begin_end = 0
         self._sinks: dict[str, Callable[[list[Event]], None]] = {
             **dict.fromkeys(DEVICE_WORK, self._take_device),
             **dict.fromkeys(LAUNCH_CALLS, self._take_calls),
@@ -74,6 +75,8 @@ class Rows:
         for event in events:
             if event.ph == "X":
                 by_category.setdefault(event.cat, []).append(event)
+            elif event.ph in ("B", "E"):
+                self.begin_end += 1
             elif event.ph == "M" and event.name == "thread_name" and event.args is not None:
                 self.thread_labels[str(event.tid)] = str(event.args.name)
         for category, found in by_category.items():
