@@ -35,6 +35,7 @@ _LEGACY = {
     "gpu_memcpy": "Memcpy",
     "gpu_memset": "Memset",
     "cpu_op": "Operator",
+    "user_annotation": "Operator",
     "cuda_runtime": "Runtime",
 }
 
@@ -212,7 +213,7 @@ def _array(trace: Trace) -> str:
 
 
 def _legacy(trace: Trace) -> str:
-    """Kineto of 2021: capital categories, and threads as text."""
+    """Kineto of 2021: capital categories, annotations among the operators, and threads as text."""
     events = [
         {**event, "cat": _LEGACY.get(event.get("cat", ""), event.get("cat", "")), "tid": str(event["tid"])}
         for event in _timed(trace.events, _whole)

@@ -10,16 +10,21 @@ import numpy as np
 
 from slipstream.core.intervals import Int64Array
 from slipstream.core.timeline import UNKNOWN, Interner
+from slipstream.trace.classify import HOST_LAUNCH_ANNOTATION
 from slipstream.trace.collectives import Descriptions
 from slipstream.trace.columns import Columns, whole_numbers
 from slipstream.trace.events import BLOCKING_PYTHON, Args, Event, EventStream
+from slipstream.trace.steps import OPTIMIZER_MARK, step_number
 from slipstream.trace.times import INVALID, nanoseconds
 
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset", "concurrent_kernel")
 """Categories of work on a device, in lower case: older releases wrote `Kernel`, newer ones `kernel`."""
 
 LAUNCH_CALLS = ("cuda_runtime", "cuda_driver", "runtime", "driver", "hip_runtime", "xpu_runtime", "mtia_runtime")
-OPERATORS = ("cpu_op", "operator")
+OPERATORS = ("cpu_op",)
+OPERATORS_AND_NOTES = ("operator",)
+"""Until 2021 annotations stood among the operators."""
+
 PYTHON_FRAMES = ("python_function",)
 HOST_NOTES = ("user_annotation",)
 DEVICE_NOTES = ("gpu_user_annotation",)
@@ -55,6 +60,7 @@ class Rows:
             **dict.fromkeys(DEVICE_WORK, self._take_device),
             **dict.fromkeys(LAUNCH_CALLS, self._take_calls),
             **dict.fromkeys(OPERATORS, self._take_operators),
+            **dict.fromkeys(OPERATORS_AND_NOTES, self._take_operators_and_notes),
             **dict.fromkeys(PYTHON_FRAMES, self._take_frames),
             **dict.fromkeys(HOST_NOTES, self._take_notes),
             **dict.fromkeys(DEVICE_NOTES, self._take_device_notes),
@@ -111,6 +117,10 @@ class Rows:
             external=_external_ids(events),
             shape=np.array([self.shapes(shape) if shape else UNKNOWN for shape in shapes], np.int64),
         )
+
+    def _take_operators_and_notes(self, events: list[Event]) -> None:
+        self._take_operators([event for event in events if not _is_note(event.name)])
+        self._take_notes([event for event in events if _is_note(event.name)])
 
     def _take_frames(self, events: list[Event]) -> None:
         """Frames only tell where a thread is blocked."""
@@ -169,6 +179,10 @@ class Rows:
                 said[index] = self.descriptions.add(event.name, args)
                 sequence[index] = whole_numbers([args.sequence])[0]
         return {"collective": said, "sequence": sequence}
+
+
+def _is_note(name: str) -> bool:
+    return step_number(name) is not None or bool(OPTIMIZER_MARK.match(name) or HOST_LAUNCH_ANNOTATION.match(name))
 
 
 def _correlations(events: list[Event]) -> Int64Array:
