@@ -170,9 +170,10 @@ def test_counts_with_micro_batches() -> None:
     held, reduced, sizes = run_ranks(2, micro_batches)[0]
     assert (held.count(("scatter", layer(1))), held.count(("gather", layer(1)))) == (1, 6)
     assert (reduced.count(("scatter", layer(1))), reduced.count(("gather", layer(1)))) == (3, 6)
-    # Held gradients cost the whole model's; reduced ones at most three layers' (one collects, two are under way).
-    assert sizes["held"] == sizes["all"]
-    assert sizes["reduced"] <= 3 * sizes["layer"] + sizes["root"]
+    # Held gradients cost the whole model's. Reduced ones: one layer collects and two are under way, on gloo with a
+    # buffer each to receive in; the root's collect meanwhile.
+    assert sizes["held"] > sizes["all"]
+    assert sizes["reduced"] == (1 + 2 * 2) * sizes["layer"] + sizes["root"]
 
 
 def micro_batches() -> tuple[list[Event], list[Event], dict[str, int]]:

@@ -34,6 +34,7 @@ from sharded_cases import (
 from torch import nn
 
 from slipstream.core.errors import UsageError
+from slipstream.runtime.collectives import scatter_sum
 from slipstream.runtime.sharded import FullySharded, Groups
 
 pytestmark = pytest.mark.live
@@ -341,6 +342,24 @@ def test_a_rank_that_fails_ends_all(kind: str, told: str) -> None:
     with pytest.raises(AssertionError, match=f"{told}|the cause is on the rank that stopped first"):
         run_ranks(3, meet_failure, kind, timeout=50)
     assert time.monotonic() - started < 40
+
+
+# The collective behind it.
+
+
+def sums() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for rows in (1, 3):
+            everyone = [torch.arange(ranks * rows).to(dtype) * (other + 1) for other in range(ranks)]
+            shard = torch.full((rows,), 99, dtype=dtype)
+            scatter_sum(shard, everyone[rank].clone()).wait()
+            assert torch.equal(shard, sum(everyone)[rank * rows : (rank + 1) * rows])
+
+
+def test_scatter_sum_is_a_reduce_scatter() -> None:
+    for ranks in (1, 3):
+        run_ranks(ranks, sums)
 
 
 # Traces.

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slipstream.runtime.collectives import Handle
 from slipstream.runtime.failures import naming
 
-Launch = Callable[[], tuple[dist.Work, Any]]
-"""Starts a collective; gives its Work and whatever must stay alive until it ends."""
+Launch = Callable[[], tuple[Handle | dist.Work, Any]]
+"""Starts a collective; gives what to wait for, and what must stay alive until it ends."""
 
 
 class Lane:
@@ -55,9 +56,9 @@ class Lane:
 class Pending:
     """A collective that was launched; holds its buffers until it is waited for."""
 
-    def __init__(self, label: str, work: dist.Work, kept: Any, stream: Any) -> None:
+    def __init__(self, label: str, work: Handle, kept: Any, stream: Any) -> None:
         self.label = label
-        self._work = work
+        self.work = work
         self._kept = kept
         self._event: Any = None
         if stream is not None:
@@ -66,7 +67,7 @@ class Pending:
 
     def done(self) -> bool:
         """Tell whether it has ended, without waiting."""
-        return bool(self._event.query() if self._event is not None else self._work.is_completed())
+        return bool(self._event.query() if self._event is not None else self.work.is_completed())
 
     def wait(self) -> None:
         """Make the compute that follows wait for it: the current stream on CUDA, the host elsewhere.
@@ -77,5 +78,5 @@ class Pending:
             if self._event is not None:
                 self._event.wait(torch.cuda.current_stream())
             else:
-                self._work.wait()
+                self.work.wait()
         self._kept = None

@@ -20,7 +20,7 @@ def norm_over_ranks(
     cut_over: Group,
     device: torch.device,
 ) -> torch.Tensor:
-    """Give the norm over the ranks of both groups, a scalar; all ranks of `cut_over` hold `alike`, which counts once."""
+    """Give the norm over the ranks of both groups, a scalar. All of `cut_over` hold `alike`, which counts once."""
     parts = [nn.utils.get_total_norm(_not_empty(gradients), norm_type).to(device) for gradients in (cut, alike)]
     groups = [shards] if cut_over is None else [shards, cut_over]
     if math.isinf(norm_type):

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.runtime.collectives import all_reduce, reduce_scatter
+from slipstream.runtime.collectives import all_reduce, scatter_sum
 from slipstream.runtime.sharded.flat import Flat
 from slipstream.runtime.sharded.groups import Groups
 from slipstream.runtime.sharded.lanes import Lane, Pending
+from slipstream.runtime.sharded.memory import Ledger
 from slipstream.runtime.sharded.unit import Observer
 
 
@@ -32,8 +33,18 @@ class Reductions:
     All ranks launch in the same order, which is the order of the queue, so the collectives of a group match.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, *, limit: int, divisor: int, observe: Observer) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        device: torch.device,
+        ledger: Ledger,
+        *,
+        limit: int,
+        divisor: int,
+        observe: Observer,
+    ) -> None:
         self._groups, self._limit, self._divisor, self._observe = groups, limit, divisor, observe
+        self._ledger = ledger
         self._scatters, self._replicates = Lane(device), Lane(device)
         self._eager = device.type == "cuda"  # streams chain the two collectives; on CPU somebody has to look
         self._queue: deque[Reduction] = deque()
@@ -48,8 +59,9 @@ class Reductions:
         with self._scatters.entered():
             shard = torch.empty(flat.layout.shard, dtype=gradient.dtype, device=gradient.device)
         pending = self._scatters.start(
-            f"scatter {name}", lambda: (reduce_scatter(shard, gradient, self._groups.scatter), gradient)
+            f"scatter {name}", lambda: (scatter_sum(shard, gradient, self._groups.scatter), gradient)
         )
+        self._ledger.gradients.add(pending.work.held_bytes)
         self._queue.append(Reduction(name, flat, gradient, shard, pending))
         self.pump()
 
@@ -73,7 +85,7 @@ class Reductions:
         while self._queue:
             reduction = self._queue.popleft()
             (reduction.replicate or reduction.scatter).wait()
-            reduction.flat.release_gradient(reduction.gradient)
+            self._release(reduction)
 
     def _replicate(self, reduction: Reduction) -> None:
         self._observe("replicate", reduction.name)
@@ -91,7 +103,11 @@ class Reductions:
         (reduction.replicate or reduction.scatter).wait()
         self._observe("scattered", reduction.name)
         self._queue.popleft()
-        reduction.flat.release_gradient(reduction.gradient)
+        self._release(reduction)
         if self._divisor != 1:
             reduction.shard.div_(self._divisor)
         reduction.flat.accept(reduction.shard)
+
+    def _release(self, reduction: Reduction) -> None:
+        self._ledger.gradients.add(-reduction.scatter.work.held_bytes)
+        reduction.flat.release_gradient(reduction.gradient)

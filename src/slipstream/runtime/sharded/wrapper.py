@@ -91,6 +91,7 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         reductions = Reductions(
             self._groups,
             device,
+            self._ledger,
             limit=scatters_in_flight,
             divisor=_ranks(self._groups) if mean else 1,
             observe=self._observe,
