@@ -29,6 +29,9 @@ from slipstream.runtime.zero1 import Zero1
 
 WIDTH, BATCH, STEPS = 6, 3, 4
 
+PLACE: dict[str, Any] = {"device": torch.device("cpu"), "group": None}
+"""Where cases run; a rank with a GPU changes it."""
+
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -166,14 +169,14 @@ class Case:
 
 def data(step: int, rank: int, micro: int, case: Case) -> Any:
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
-    x = torch.randint(-2, 3, (BATCH, WIDTH), generator=generator).float()
+    x = torch.randint(-2, 3, (BATCH, WIDTH), generator=generator).float().to(PLACE["device"])
     return x + rank if case.by_rank else x
 
 
 def scalar(output: Any) -> Any:
     """A loss with integer gradients."""
     output = output.logits if isinstance(output, Output) else output
-    return (output.float() * (torch.arange(output.numel()).reshape(output.shape) % 3 - 1)).sum()
+    return (output.float() * (torch.arange(output.numel(), device=output.device).view(output.shape) % 3 - 1)).sum()
 
 
 def expected_gradients(model: Any, step: int, case: Case) -> None:
@@ -219,7 +222,7 @@ def wrap(case: Case, module: Any, events: list[Any]) -> tuple[Any, Any]:
                 share.values.buffer.fill_(float("nan"))
                 share.own.copy_(own)
 
-    model = DataParallel(module, plan=case.plan, observe=observe, **case.options)
+    model = DataParallel(module, plan=case.plan, observe=observe, group=PLACE["group"], **case.options)
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5, weight_decay=0.5)
     if case.tail:
         optimizer = {"step": StepByBucket, "zero1": Zero1}[case.tail](optimizer, model)
@@ -244,7 +247,7 @@ def differences(ours: Any, reference: Any, what: Callable[[Any], Any]) -> list[s
 def run_case(case: Case) -> dict[str, Any]:
     """Train both sides; gives the differences after each step, and each step's events, collectives and plan."""
     torch.manual_seed(0)
-    reference = case.model()
+    reference = case.model().to(PLACE["device"])
     module = copy.deepcopy(reference)
     if dist.get_rank():  # all start as rank 0
         for parameter in module.parameters():
