@@ -292,7 +292,7 @@ def test_csv_reads_fields_beyond_pythons_limit(tmp_path: Path, example: Recordin
         (",false,", ",perhaps,", "perhaps"),
         ('"ge""mm"', '"ge"mm"', "expected"),
         ("\r\n0,3,", "\r\n1,3,", "none of its 1 timelines"),
-        (",17\r\n", "\r\n", "argument"),
+        (",17\r\n", "\r\n", "values"),
     ],
 )
 def test_damaged_csv_is_a_trace_error(example: Recording, tmp_path: Path, old: str, new: str, problem: str) -> None:

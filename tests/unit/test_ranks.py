@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,15 @@ import pytest
 from slipstream.core.timeline import Lane, Step, Timeline, build
 from slipstream.trace.ranks import Candidate, assign
 
+_clock = count()
+
 
 def timeline(device: str = "gpu 0", steps: tuple[int, ...] = (0,)) -> Timeline:
+    now = next(_clock)  # no two traces hold the same spans
     return build(
         rank=0,
         device=device,
-        columns={"start_ns": np.array([0]), "end_ns": np.array([1])},
+        columns={"start_ns": np.array([now]), "end_ns": np.array([now + 1])},
         lanes=(Lane("stream 7"),),
         names=("k",),
         steps=tuple(map(Step, steps)),
@@ -142,3 +146,11 @@ def test_devices_of_one_file_with_a_rank_keep_it() -> None:
         Candidate("rank4.json", {}, devices),
     ):
         assert [(t.rank, t.device) for t in assign([file])[0]] == [(4, "gpu 0"), (4, "gpu 1")]
+
+
+def test_a_copy_of_a_trace_is_not_another_rank() -> None:
+    first = candidate("rank0.json", rank=0)
+    copy = Candidate("rank0 (copy).json", first.metadata, first.timelines)
+    timelines, sources, way, warnings = assign([first, copy, candidate("rank1.json", rank=1)])
+    assert ([t.rank for t in timelines], sources, way) == ([0, 1], ["rank0.json", "rank1.json"], "distributedInfo")
+    assert warnings == ["rank0 (copy).json holds the same spans as rank0.json and was left out"]

@@ -123,9 +123,7 @@ def _doubts(ranks: tuple[RankAnalysis, ...], waited: waits.Waits | None) -> list
     sources = dict.fromkeys(rank.timeline.steps_from for rank in ranks)
     doubts += [f"steps {source}" for source in sources if source.startswith(("inferred", "not marked"))]
     if any(rank.overlap.account.exposed_ns and not _phases_known(rank) for rank in ranks):
-        doubts.append(
-            "phases not recorded (no autograd or optimizer ranges): tail starts at the last compute"
-        )
+        doubts.append("phases not recorded (no autograd or optimizer ranges): tail starts at the last compute")
     doubts += _unrecognised(ranks)
     if waited is not None and (passed := _point_to_point(ranks)):
         doubts.append(f"{passed:,} sends and receives were not matched across ranks: waiting in them is not known")

@@ -121,10 +121,10 @@ def _match(timelines: Sequence[Timeline], overlaps: Sequence[Overlap]) -> tuple[
     found: dict[tuple[int, ...], list[list[int]]] = defaultdict(list)
     unmatched, partial = 0, False
     for (group, *_), members in by_bucket.items():
-        expected = len(group.ranks) or group.size or len(present[group])
+        expected = group.size or len(group.ranks) or len(present[group])
         partial |= max(expected, len(present[group])) > len(members)
         counts = {len(entries) for entries in members.values()}
-        one_group = bool(group.ranks) or len(present[group]) <= expected
+        one_group = len(group.ranks) >= expected or len(present[group]) <= expected
         if len(members) < 2 or len(counts) > 1 or not one_group:
             unmatched += max(counts)
             continue

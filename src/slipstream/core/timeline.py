@@ -52,7 +52,10 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Group:
-    """A process group. `name` is "" where the trace names none; `ranks` is empty where it lists none."""
+    """A process group. `name` is "" where the trace names none.
+
+    `ranks` is empty where the trace lists none, and shorter than `size` where it cut the list.
+    """
 
     name: str = ""
     description: str = ""

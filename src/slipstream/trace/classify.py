@@ -128,6 +128,9 @@ KERNELS: tuple[Rule, ...] = (
 COPY_CATEGORIES = frozenset({"gpu_memcpy", "gpu_memset", "memcpy", "memset"})
 """Categories of spans that are copies whatever their name: never compute."""
 
+COPY_NAME = re.compile(r"(?i)^mem(cpy|set)\b")
+"""How profilers name copies."""
+
 PEER_COPY = re.compile(r"(?i)\bPtoP\b|\bP2P\b|\bpeer")
 """Copies between GPUs: communication, unless the trace shows that no collective launched them."""
 

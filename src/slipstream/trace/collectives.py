@@ -64,7 +64,9 @@ class Groups:
             known = Group()
         ranks = told or known.ranks
         description = str(args.group_description or known.description)
-        return Group(known.name, description, size or known.size or len(ranks) or None, ranks)
+        size = size or known.size or len(ranks) or None
+        # The beginning of a list that was cut still tells groups of one name apart.
+        return Group(known.name, description, size, ranks or parse_ranks(bytes(args.group_ranks), cut=True))
 
     def default(self) -> Group:
         """The group of a collective that names none: known only where the job has a single one."""
@@ -131,9 +133,11 @@ def describe(name: str, args: Args, groups: Groups) -> Collective | None:
     return Collective(op, group, _message_bytes(op, elements, None, dtype, group.size), _plain_dtype(dtype))
 
 
-def parse_ranks(raw: bytes) -> tuple[int, ...]:
-    """Ranks from a list or from a quoted one; a list that was cut with `...` counts as not recorded."""
+def parse_ranks(raw: bytes, *, cut: bool = False) -> tuple[int, ...]:
+    """Ranks from a list or from a quoted one; of a list that was cut with `...` only the beginning, and with `cut`."""
     text = raw.decode("utf-8", "replace").strip().strip('"')
+    if cut:
+        text = text.partition("...")[0].rstrip(", ").removesuffix("]") + "]"
     if "..." in text or not text.startswith("["):
         return ()
     try:

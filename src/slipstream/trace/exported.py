@@ -246,6 +246,8 @@ def _csv_table(reader: Iterator[list[str]]) -> _Table:
     codes: dict[str, list[Int64Array]] = {column: [] for column in NAMED_TYPES}
     numbers: dict[str, list[Int64Array]] = {column: [] for column in ("timeline", *NUMBERS)}
     while rows := list(islice(reader, _ROWS)):
+        if odd := next((row for row in rows if len(row) != len(order)), None):
+            raise ValueError(f"a row has {len(odd)} values, not {len(order)}: it is cut off, or was edited")
         columns = dict(zip(order, zip(*rows, strict=True), strict=True))
         for column, interner in interners.items():
             codes[column].append(np.array(interner.all(columns[column]), np.int64))

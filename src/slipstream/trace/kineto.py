@@ -26,6 +26,7 @@ from slipstream.core.timeline import (
 from slipstream.trace import host, link
 from slipstream.trace.classify import (
     COLLECTIVE_HOST_OPS,
+    COPY_NAME,
     PEER_COPY,
     Classifier,
     most_like_communication,
@@ -85,9 +86,7 @@ def _losses(stream: EventStream, rows: Rows) -> list[str]:
     if rows.without_time:
         warnings.append(f"{rows.without_time:,} events without a usable time were left out")
     if rows.begin_end:
-        warnings.append(
-            f"{rows.begin_end:,} begin and end events (ph B, E) were left out; whole ones (ph X) are read"
-        )
+        warnings.append(f"{rows.begin_end:,} begin and end events (ph B, E) were left out; whole ones (ph X) are read")
     if rows.negative:
         warnings.append(f"{rows.negative:,} events have a negative duration; each counts as empty")
     return warnings
@@ -136,12 +135,13 @@ class _Assembly:
         """Columns that are found for all devices of the file together."""
         operator = link.operators(device, self._operators, launches)
         kind = self._kinds(device)
-        said = self._descriptions(device, launches)
+        said, range_of = self._descriptions(device, launches)
         kind = self._peer_copies(device, kind, said, operator, launches)
         said = np.where(kind == Kind.COMM, said, UNKNOWN)
         return {
             "kind": kind,
             "said": said,
+            "range": range_of,
             "shape": link.take(self._operators["shape"], operator),
             "sequence": self._sequences(device, launches, said),
             "phase": self._marked_phases(launches),
@@ -157,15 +157,22 @@ class _Assembly:
         ]
         return np.array(kinds, np.int64)[inverse]
 
-    def _descriptions(self, device: Table, launches: link.Launches) -> Int64Array:
-        """What is known of the collective behind each span: from the kernel itself, else from the host around it."""
-        said = device["collective"]
-        if (said == UNKNOWN).any():
-            for table in (self._operators, self._notes):
-                telling = table.where(table["collective"] != UNKNOWN)
-                row = link.enclosing(telling, launches) if len(telling) else np.full(len(said), UNKNOWN, np.int64)
-                said = np.where(said == UNKNOWN, link.take(telling["collective"], row), said)
-        return said
+    def _descriptions(self, device: Table, launches: link.Launches) -> tuple[Int64Array, Int64Array]:
+        """What is known of the collective behind each span: from the kernel itself, else from the host around it.
+
+        Returns the number of the description, and of the host range that gave it (-1: none, or the kernel itself).
+        """
+        said = device["collective"].astype(np.int64)
+        range_of = np.full(len(said), UNKNOWN, np.int64)
+        before = 0
+        for table in (self._operators, self._notes):
+            telling = table.where(table["collective"] != UNKNOWN)
+            row = link.enclosing(telling, launches) if len(telling) else range_of * 0 + UNKNOWN
+            fresh = (said == UNKNOWN) & (row != UNKNOWN)
+            said = np.where(fresh, link.take(telling["collective"], row), said)
+            range_of = np.where(fresh, row + before, range_of)
+            before += len(telling)
+        return said, range_of
 
     def _sequences(self, device: Table, launches: link.Launches, said: Int64Array) -> Int64Array:
         known = (self._operators["sequence"] != UNKNOWN) & (self._operators["collective"] != UNKNOWN)
@@ -228,7 +235,7 @@ class _Assembly:
         launched = launches.time_ns[mine]
         steps = self._steps(spans, launched, int(unit))
         phase, phases_from = settle(own["phase"], steps.index, launched)
-        collective, collectives = self._collectives(own["kind"], own["said"], spans["name"])
+        collective, collectives = self._collectives(own["kind"], own["said"], spans["name"], own["range"])
         grids = [f" grid {_text(grid)}" for grid in self._rows.grids.values()]
         shape, shapes = self._shapes(own["shape"], spans["grid"], grids)
         lanes, lane, annotations = self._lanes(spans, int(unit))
@@ -305,18 +312,32 @@ class _Assembly:
         return marks_of_steps((names[name], start, end) for name, start, end in rows if name in names)
 
     def _collectives(
-        self, kind: Int64Array, said: Int64Array, name: Int64Array
+        self, kind: Int64Array, said: Int64Array, name: Int64Array, range_of: Int64Array
     ) -> tuple[Int64Array, tuple[Collective, ...]]:
-        """Intern what each comm span communicates; the kernel's name tells the operation where nothing else does."""
+        """Intern what each comm span communicates; the kernel's name tells the operation where nothing else does.
+
+        Of several copies that make up one collective (one host range), the first carries its bytes.
+        """
         known = Interner()
         index = np.full(len(kind), UNKNOWN, np.int64)
         comm = np.flatnonzero(kind == Kind.COMM)
-        for row, told, label in zip(comm.tolist(), said[comm].tolist(), name[comm].tolist(), strict=True):
+        counted: set[int] = set()
+        columns = (comm, said[comm], name[comm], range_of[comm])
+        for row, told, label, place in zip(*(column.tolist() for column in columns), strict=True):
             found = self._said[told] if told != UNKNOWN else None
             if found is None:
-                found = Collective(operation(self._names[label]) or own_name(self._names[label]), self._group)
+                found = self._unsaid(self._names[label])
+            elif place != UNKNOWN and COPY_NAME.match(self._names[label]):
+                found = replace(found, size_bytes=0) if place in counted else found
+                counted.add(place)
             index[row] = known(found)
         return index, tuple(c for c in known.values() if isinstance(c, Collective))
+
+    def _unsaid(self, name: str) -> Collective:
+        """A collective of which only the name is known. A copy names no operation and no group."""
+        if PEER_COPY.search(name):
+            return Collective("peer copy")
+        return Collective(operation(name) or own_name(name), self._group)
 
     def _shapes(self, shape: Int64Array, detail: Int64Array, details: list[str]) -> tuple[Int64Array, tuple[str, ...]]:
         """Intern input dimensions together with a detail (-1: none). Without dimensions a shape is not known."""
@@ -372,7 +393,9 @@ class _Assembly:
         phase, phases_from = settle(
             link.take(phases[ranges["name"]], row, int(Phase.UNKNOWN)), steps.index, spans["start"]
         )
-        collective, collectives = self._collectives(spans["kind"], spans["said"], spans["name"])
+        collective, collectives = self._collectives(
+            spans["kind"], spans["said"], spans["name"], np.full(len(spans), UNKNOWN, np.int64)
+        )
         parts = [f" part {number}" for number in range(int(spans["part"].max()) + 1)]
         shape, shapes = self._shapes(spans["shape"], spans["part"], parts)
         threads, lane = np.unique(np.concatenate((thread, self._notes["thread"])), return_inverse=True)

@@ -38,12 +38,12 @@ def assign(files: Sequence[Candidate]) -> tuple[list[Timeline], list[str], str, 
 
     Returns the timelines in order of rank, the source of each, how the ranks were found, and warnings.
     """
+    files, warnings = _without_copies(files)
     ways = (
         ("distributedInfo", [_from_info(file) for file in files]),
         ("trace metadata", [_from_metadata(file) for file in files]),
         ("file names", [_from_file_name(file) for file in files]),
     )
-    warnings: list[str] = []
     for way, ranks in ways:
         if any(rank is None for rank in ranks):
             continue
@@ -57,6 +57,23 @@ def assign(files: Sequence[Candidate]) -> tuple[list[Timeline], list[str], str, 
     if len(files) > 1:
         warnings.append("neither metadata nor file names tell the ranks apart: they are numbered in order of the files")
     return (*_ordered(files, list(range(len(files))), by_device=len(files) == 1), "order", warnings)
+
+
+def _without_copies(files: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
+    """Leave out files that hold the same spans as one before them: copies of one trace are not more ranks."""
+    seen: dict[tuple[object, ...], str] = {}
+    kept, warnings = [], []
+    for file in files:
+        content = tuple(_fingerprint(timeline) for timeline in file.timelines)
+        if (first := seen.setdefault(content, file.name)) == file.name or not any(map(len, file.timelines)):
+            kept.append(file)
+        else:
+            warnings.append(f"{file.name} holds the same spans as {first} and was left out")
+    return kept, warnings
+
+
+def _fingerprint(timeline: Timeline) -> tuple[str, bytes, bytes]:
+    return timeline.device, timeline.start_ns.tobytes(), timeline.end_ns.tobytes()
 
 
 def _from_info(file: Candidate) -> int | None:

@@ -15,6 +15,7 @@ from slipstream.trace.classify import Classifier, Rule
 from slipstream.trace.collectives import whole_number
 from slipstream.trace.exported import read_chrome_export, read_csv, read_parquet
 from slipstream.trace.kineto import read_kineto
+from slipstream.trace.overrule import overruled
 from slipstream.trace.sources import Source, find
 
 Progress = Callable[[str, int, int | None], None]
@@ -75,13 +76,16 @@ def read(
             warnings.append(f"left out: {error}")
             continue
         if isinstance(found, Recording):
-            recordings.append(replace(found, sources=found.sources or (source.name,) * len(found.timelines)))
+            timelines = tuple(overruled(timeline, rules) for timeline in found.timelines)
+            names = found.sources or (source.name,) * len(timelines)
+            recordings.append(replace(found, timelines=timelines, sources=names))
         else:
             candidate, lost = found
             candidates.append(candidate)
             warnings += [f"{source.name}: {warning}" for warning in lost]
     if candidates:
         recordings.append(_recording(candidates))
+    warnings += _without_effect(rules, recordings)
     if not recordings:
         raise failures[0] if failures else _nothing(warnings)
     return _together(recordings, warnings)
@@ -106,6 +110,13 @@ def _read_one(
     )
     problem = [source.problem] if source.problem else []
     return ranks.Candidate(source.name, kineto.metadata, tuple(kineto.timelines)), problem + kineto.warnings
+
+
+def _without_effect(rules: Sequence[Rule], recordings: Sequence[Recording]) -> list[str]:
+    """Rules of the user that match no name: probably misspelt."""
+    names = {name for recording in recordings for timeline in recording.timelines for name in timeline.names}
+    unused = [rule for rule in rules if not any(rule.regex.search(name) for name in names)]
+    return [f"--kind {rule.pattern!r} matches no name in these traces" for rule in unused]
 
 
 def _nothing(warnings: list[str]) -> TraceError:
