@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,8 +17,8 @@ from slipstream.runtime.split_choice import Link, Rates
 
 SMALL = 1024
 """Elements of the message that measures alpha."""
-REPEATS = 7
-"""Medians of so many; one run in three is disturbed on a shared machine."""
+REPEATS = 15
+"""The least of so many. These are costs alone: whatever else runs on the machine only ever adds to them."""
 
 
 def measure_rates(
@@ -28,15 +27,15 @@ def measure_rates(
     """Time GEMMs of (rows, k) by (k, n_out) and transfers of (rows, k), alone and beside each other.
 
     Give the shape that matters most, as one rank multiplies it. Call it on all ranks of a group of two or more, with
-    nothing else running; it takes about a hundred GEMMs and transfers. All ranks get the same rates: the slowest's.
+    nothing else running; it takes about two hundred GEMMs and transfers. All ranks get the same rates: the slowest's.
     """
     _, size = rank_and_size(group)
     probe = _Probe(group, size, torch.ones(-(-rows // size) * size, k, dtype=dtype, device=device))
     x, weight = torch.ones(rows, k, dtype=dtype, device=device), torch.ones(k, n_out, dtype=dtype, device=device)
-    launch = probe.median(lambda: x[:1, :1] @ weight[:1, :1])
+    launch = probe.least(lambda: x[:1, :1] @ weight[:1, :1])
     # Halves of halves, in one go: a machine that is slower for a while is slower for all of them.
     sizes = [rows >> halvings for halvings in range(7) if rows >> halvings]
-    times = probe.medians([partial(torch.mm, x[:few], weight) for few in sizes])
+    times = probe.shortest([partial(torch.mm, x[:few], weight) for few in sizes])
     whole = max(times[0] - launch, 1.0)
     # Rows do not get cheaper in smaller GEMMs; where they seem to, that is noise.
     a_row = accumulate((rows * (ns - launch) / whole / few for few, ns in zip(sizes, times, strict=True)), max)
@@ -71,13 +70,14 @@ class _Probe:
     def link(self, start: Callable[[int], list[dist.Work]], received: int) -> Link:
         """Alpha from a small message, bandwidth from the largest, which brings `received` times what a rank sends."""
         most = len(self.whole) // self.size
-        alpha, slowest = self.medians([lambda: _finish(start(min(SMALL, most))), lambda: _finish(start(most))])
-        return Link(alpha, 1e9 * received * most * self.whole.element_size() / max(slowest - alpha, 1.0))
+        alpha, whole = self.shortest([lambda: _finish(start(min(SMALL, most))), lambda: _finish(start(most))])
+        # A disturbed alpha can exceed what it is part of, which must not make an infinite bandwidth.
+        return Link(alpha, 1e9 * received * most * self.whole.element_size() / max(whole - alpha, whole / 2))
 
     def friction(self, compute: Callable[[], object]) -> float:
         """Measure what of the shorter of GEMMs and a transfer, run at once, is not gained."""
         most = len(self.whole) // self.size
-        transfer, gemm = self.medians([lambda: _finish(self.gather(most)), compute])
+        transfer, gemm = self.shortest([lambda: _finish(self.gather(most)), compute])
         gemms = max(1, round(transfer / gemm))
 
         def computing() -> None:
@@ -89,18 +89,18 @@ class _Probe:
             computing()
             _finish(works)
 
-        transfer, alone, together = self.medians([lambda: _finish(self.gather(most)), computing, both])
+        transfer, alone, together = self.shortest([lambda: _finish(self.gather(most)), computing, both])
         return max(0.0, together - max(alone, transfer)) / min(alone, transfer)
 
-    def median(self, call: Callable[[], object]) -> float:
-        """Nanoseconds of the call: the median of its times here, the largest of all ranks."""
-        return self.medians([call])[0]
+    def least(self, call: Callable[[], object]) -> float:
+        """Nanoseconds of the call: the least of its times here, the largest of all ranks."""
+        return self.shortest([call])[0]
 
-    def medians(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+    def shortest(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         """Time several calls in turn, so that a disturbance meets all of them."""
         times = [[self._time(call) for call in calls] for _ in range(REPEATS)]
-        medians = [statistics.median(column) for column in zip(*times, strict=True)]
-        slowest = torch.tensor(medians, dtype=torch.float64, device=self.whole.device)
+        least = [min(column) for column in zip(*times, strict=True)]
+        slowest = torch.tensor(least, dtype=torch.float64, device=self.whole.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
         return [float(ns) for ns in slowest.tolist()]
 
