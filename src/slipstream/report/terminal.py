@@ -21,6 +21,7 @@ from slipstream.core.units import format_bytes, format_ns, format_rate, format_s
 _BAR = 60
 _MOST_ROWS = 24
 _PIPE_WIDTH = 140
+_WIDEST = 400
 _PARTS = (
     ("compute", "█", "green"),
     ("hidden", "▓", "cyan"),
@@ -50,12 +51,18 @@ def show(analysis: Analysis, console: Console, *, tables: bool = True) -> None:
     for warning in analysis.warnings:
         console.print(f"[yellow]note[/yellow]  {_safe(warning)}")
     if tables:
+        # Too wide a table is better folded by the terminal than cut by us: a cut unit is a wrong number.
+        wide = Console(
+            file=console.file,
+            width=_WIDEST,
+            highlight=False,
+            force_terminal=console.is_terminal,
+            no_color=console.no_color,
+        )
         for table in (_ranks(analysis), _steps(analysis), _groups(analysis), _collectives(analysis), _lanes(analysis)):
             if table is not None:
                 console.print()
-                # A table that does not fit is better folded by the terminal than cut: a cut unit is a wrong number.
-                wide = console.measure(table).minimum > console.width
-                console.print(table, width=_PIPE_WIDTH if wide else None, crop=not wide, soft_wrap=wide)
+                wide.print(table, crop=False, soft_wrap=True)
 
 
 def _headline(analysis: Analysis, found: Answer, console: Console) -> None:
