@@ -56,7 +56,6 @@ class DataParallel(torch.nn.Module):  # type: ignore[misc]  # torch is not follo
     ) -> None:
         super().__init__()
         self.module = module
-        self.group = group
         self._named = list(module.named_parameters())
         trainable = {name: p for name, p in self._named if p.requires_grad}
         self.reducer = Reducer(

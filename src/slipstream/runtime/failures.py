@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from slipstream.core.errors import MachineError
 
 
@@ -17,6 +19,8 @@ def naming(what: str) -> Iterator[None]:
     """Turn torch's error about a socket or a communicator into one that says `what` was being exchanged."""
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError too, and this rank's own
+        raise
     except RuntimeError as error:  # torch.distributed's errors, of every backend
         reason = str(error).strip().partition("\n")[0]
         raise PeerError(
