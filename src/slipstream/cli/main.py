@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 the request cannot be carried out as given; 3 an unusable 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -30,18 +31,17 @@ slipstream VERB --help says more; the words are defined in docs/words.md."""
 
 
 def run() -> None:
-    """Entry point of the command."""
+    """Entry point of the command. What a terminal cannot show becomes `?`; it must not cost the report."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     sys.exit(main(sys.argv[1:]))
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
-    if not arguments:
-        print(_OVERVIEW)
-        return 0
-    parsed = _parser().parse_args(arguments)
     try:
-        code = int(VERBS[parsed.verb].run(parsed))
+        code = _run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -58,6 +58,14 @@ def main(arguments: Sequence[str]) -> int:
         _drop_output()
         print(f"slipstream: {_one_line(str(error))}; check space and permissions", file=sys.stderr)
         return MachineError.exit_code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if not arguments:
+        print(_OVERVIEW)
+        return 0
+    parsed = _parser().parse_args(arguments)
+    return int(VERBS[parsed.verb].run(parsed))
 
 
 def _drop_output() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.core.errors import TraceError
-from slipstream.core.intervals import Int64Array
+from slipstream.core.intervals import Int64Array, union
 from slipstream.core.timeline import (
     NO_TIME,
     UNKNOWN,
@@ -27,9 +27,9 @@ from slipstream.trace import host, link
 from slipstream.trace.classify import (
     COLLECTIVE_HOST_OPS,
     COPY_NAME,
+    HOST_COMM,
     PEER_COPY,
     Classifier,
-    most_like_communication,
     operation,
     own_name,
 )
@@ -121,6 +121,7 @@ class _Assembly:
         left_out = int((~np.isin(device["device"], units)).sum())
         if left_out:
             self.warnings.append(f"{left_out:,} copies on devices that run no kernel were left out")
+        self._tell_host_communication()
         return [self._device_timeline(device, columns, launches, unit) for unit in units]
 
     def _without_empty_sayings(self, table: Table) -> Table:
@@ -128,6 +129,16 @@ class _Assembly:
         useful = np.array([*(said is not None for said in self._said), False], np.bool_)
         said = table["collective"]
         return Table({**table.columns, "collective": np.where(useful[said], said, UNKNOWN)})
+
+    def _tell_host_communication(self) -> None:
+        """Beside a device, what a transport on the host does (barriers, objects) is not the device's communication."""
+        is_comm = np.array([bool(HOST_COMM.match(name)) for name in self._names], np.bool_)
+        ranges = self._notes.where(is_comm[self._notes["name"]])
+        if len(ranges):
+            ms = union(ranges["start"], ranges["end"]).length / 1e6
+            self.warnings.append(
+                f"{len(ranges):,} collectives on host threads ({ms:.3f} ms, gloo or MPI) are not counted"
+            )
 
     # -- devices
 
@@ -464,13 +475,6 @@ class _Assembly:
         if self._rows.categories["cuda_profiler_range"]:
             return "record again without the range profiler (no _ExperimentalConfig profiler_metrics)"
         return "record again with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
-
-
-def like_communication(timeline: Timeline) -> list[str]:
-    """Names of device work that look most like communication, for a trace in which none was recognised."""
-    total = np.bincount(timeline.name, weights=timeline.durations_ns, minlength=len(timeline.names))
-    used = np.unique(timeline.name)
-    return most_like_communication((timeline.names[index], int(total[index])) for index in used.tolist())
 
 
 def _joined(*tables: Table) -> Table:
