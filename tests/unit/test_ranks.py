@@ -154,3 +154,12 @@ def test_a_copy_of_a_trace_is_not_another_rank() -> None:
     timelines, sources, way, warnings = assign([first, copy, candidate("rank1.json", rank=1)])
     assert ([t.rank for t in timelines], sources, way) == ([0, 1], ["rank0.json", "rank1.json"], "distributedInfo")
     assert warnings == ["rank0 (copy).json holds the same spans as rank0.json and was left out"]
+
+
+def test_ranks_that_did_the_same_at_the_same_time_are_no_copies() -> None:
+    """Spans of two ranks may be alike to the nanosecond, as in made traces and with clocks of whole microseconds."""
+    first = candidate("a.json", rank=0)
+    twin = Candidate("b.json", {"distributedInfo": {"rank": 1}}, first.timelines)
+    assert [t.rank for t in assign([first, twin])[0]] == [0, 1]
+    named = [Candidate(name, {}, first.timelines) for name in ("rank0.json", "rank1.json")]
+    assert [t.rank for t in assign(named)[0]] == [0, 1]

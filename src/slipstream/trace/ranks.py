@@ -60,11 +60,15 @@ def assign(files: Sequence[Candidate]) -> tuple[list[Timeline], list[str], str, 
 
 
 def _without_copies(files: Sequence[Candidate]) -> tuple[list[Candidate], list[str]]:
-    """Leave out files that hold the same spans as one before them: copies of one trace are not more ranks."""
+    """Leave out files that hold the same spans as one before them: copies of one trace are not more ranks.
+
+    Files that say that they are of different ranks are no copies, however alike their spans.
+    """
     seen: dict[tuple[object, ...], str] = {}
     kept, warnings = [], []
     for file in files:
-        content = tuple(_fingerprint(timeline) for timeline in file.timelines)
+        rank = _from_file_name(file) if (told := _from_info(file)) is None else told
+        content = (rank, *(_fingerprint(timeline) for timeline in file.timelines))
         if (first := seen.setdefault(content, file.name)) == file.name or not any(map(len, file.timelines)):
             kept.append(file)
         else:
