@@ -39,11 +39,15 @@ class InPlace(Block):
 
 
 class Unused(Block):
-    """Has a parameter that never gets a gradient."""
+    """Has a parameter that never gets a gradient, and a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.Parameter(torch.ones(3))
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
 
 
 class TwoDtypes(Block):
@@ -115,6 +119,25 @@ class Reused(Net):
         for index in (0, 1, 0, 2, 2):
             x = self.blocks[index](x)
         return x
+
+
+class Shared(Net):
+    """The same module under several names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0], self.blocks[1], self.blocks[0]])
+
+
+class Recomputing(nn.Module):
+    """A layer that recomputes what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 class Branches(Net):

@@ -96,6 +96,7 @@ def measure_all() -> Measured:
         **{("depth", depth): {"depth": depth} for depth in DEPTHS},
         **{("limit", limit): {"scatters_in_flight": limit} for limit in LIMITS},
         ("zero", 2): {"reshard_after_forward": False},
+        ("keep", 1): {"keep_last": True},
     }
     for key, chosen in options.items():
         log, sharded = logged(partial(Net, Marked, LAYERS), 3, chosen)
@@ -164,6 +165,9 @@ def test_counts_of_collectives(measured: Measured) -> None:
             assert log.count(("gather", layer(index))) == gathers
             assert log.count(("scatter", layer(index))) == 1
         assert log.count(("gather", "root")) == log.count(("scatter", "root")) == 1
+    log, memory = measured["keep", 1]
+    assert [log.count(("gather", layer(index))) for index in range(LAYERS)] == [2] * (LAYERS - 1) + [1]
+    assert memory.peak_layers == 2
 
 
 def test_counts_with_micro_batches() -> None:

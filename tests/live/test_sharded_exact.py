@@ -16,8 +16,10 @@ from sharded_cases import (
     Checkpointed,
     InPlace,
     Net,
+    Recomputing,
     Reused,
     Rich,
+    Shared,
     Tied,
     TwoDtypes,
     Unused,
@@ -37,6 +39,8 @@ MODELS = {
     "tied": Tied,
     "reused": Reused,
     "branches": Branches,
+    "shared": Shared,
+    "recomputing layers": partial(Net, Recomputing),
     "in place": partial(Net, InPlace),
     "unused": partial(Net, Unused),
     "adapters": partial(Net, Adapter),
@@ -64,6 +68,9 @@ def all_cases() -> None:
         for hold in (False, True):
             check(Case(f"3 micro-batches {options} {hold}", Net, options, micro_batches=3, hold=hold), groups)
             check(Case(f"3 micro-batches, reused {options} {hold}", Reused, options, 3, hold), groups)
+    for depth in (0, 1, 2):
+        for name in ("plain", "reused", "tied", "checkpointed in pairs"):
+            check(Case(f"{name}, last kept", MODELS[name], {"depth": depth, "keep_last": True}), groups)
     check(Case("one scatter at a time", Net, {"scatters_in_flight": 1}), groups)
 
 

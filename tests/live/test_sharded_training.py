@@ -32,6 +32,7 @@ from sharded_cases import (
     same_values,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.core.errors import UsageError
 from slipstream.runtime.collectives import scatter_sum
@@ -185,6 +186,11 @@ def odd_uses() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
 
+    with compared() as (reference, sharded):  # all of it is recomputed
+        loss_of(reference(x)).backward()
+        loss_of(checkpoint(sharded, x[rank::ranks], use_reentrant=False)).backward()
+        assert sharded.memory.peak_layers == 2
+
     with compared() as (reference, sharded):  # the model is called by itself, and a layer outside of a pass
         loss_of(reference(x)).backward()
         with torch.no_grad():
@@ -288,8 +294,6 @@ def refuse() -> None:
     group = Groups.over(None)
     with pytest.raises(UsageError, match="the layer Linear is no submodule of the model"):
         FullySharded(net, [nn.Linear(1, 1)], groups=group)
-    with pytest.raises(UsageError, match=r"the layer blocks.1 is given twice"):
-        FullySharded(net, [net.blocks[1], net.blocks[1]], groups=group)
     with pytest.raises(UsageError, match=r"'blocks' and 'blocks.0' lie inside of each other"):
         FullySharded(net, [net.blocks, net.blocks[0]], groups=group)
     with pytest.raises(UsageError, match="depth is -1"):

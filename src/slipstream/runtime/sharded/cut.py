@@ -15,17 +15,16 @@ ROOT = "root"
 
 
 def named_layers(model: nn.Module, layers: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """Find the layers in the model, in the order given.
+    """Find the layers in the model, in the order given; one that is given twice is one layer that runs twice.
 
-    Raises UsageError for a module that is not in the model, given twice, the model itself, or inside of another layer.
+    Raises UsageError for a module that is not in the model, the model itself, or one inside of another layer.
     """
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, nn.Module] = {}
     for layer in layers:
         name = names.get(id(layer), "")
-        if not name or name in found:
-            problem = "is given twice" if name else "is no submodule of the model"
-            raise UsageError(f"the layer {name or type(layer).__name__} {problem}", do="pass each layer of it once")
+        if not name:
+            raise UsageError(f"the layer {type(layer).__name__} is no submodule of the model", do="pass modules of it")
         found[name] = layer
     _check_apart(found)
     return found

@@ -134,7 +134,7 @@ class Flat:
         self._full.untyped_storage().resize_(self.full_bytes)
         self._ledger.unsharded.add(self.full_bytes)
         if self._poison:
-            self._full.fill_(torch.nan)
+            _poison(self._full)
 
     def free(self) -> None:
         """Give the gathered buffer back."""
@@ -142,7 +142,7 @@ class Flat:
         self.allocated = False
         self._ledger.unsharded.add(-self.full_bytes)
         if self._poison:  # whoever still reads it shall see it in the numbers, where freed memory would crash
-            self._full.fill_(torch.nan)
+            _poison(self._full)
         else:
             self._full.untyped_storage().resize_(0)
 
@@ -176,7 +176,7 @@ class Flat:
             self._gradient = torch.empty(full.shape, dtype=self.reduce_dtype, device=full.device)
             self._ledger.gradients.add(self._gradient.nbytes)
             if self._poison:
-                self._gradient.fill_(torch.nan)
+                _poison(self._gradient)
         return self._gradient
 
     @property
@@ -216,3 +216,7 @@ class Flat:
             full[start : start + count].view(slot.shape)
             for slot, start, count in zip(self.slots, self.layout.starts, self.layout.counts, strict=True)
         ]
+
+
+def _poison(buffer: torch.Tensor) -> None:
+    buffer.fill_(torch.nan if buffer.is_floating_point() or buffer.is_complex() else 99)

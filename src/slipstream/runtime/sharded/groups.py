@@ -46,10 +46,10 @@ class Groups:
         )
 
     @classmethod
-    def over(cls, group: Group) -> Groups:
+    def over(cls, group: Group, timeout: timedelta | None = None) -> Groups:
         """Shard over an existing group (an axis of a mesh); the second communicator is made here, by its ranks only."""
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        return cls(gather=group, scatter=dist.new_group(ranks, use_local_synchronization=True))
+        return cls(group, dist.new_group(ranks, timeout=timeout, use_local_synchronization=True))
 
 
 def _own(partition: list[list[int]], timeout: timedelta | None, what: str) -> Group:

@@ -30,6 +30,7 @@ class Policy:
 
     depth: int = 1
     reshard_after_forward: bool = True
+    keep_last: bool = False
     on_order_change: OnChange = "raise"
 
 
@@ -91,10 +92,12 @@ class Schedule:
 
     def after_layer(self, unit: Unit, *, differentiable: bool) -> None:
         """A layer has run: free it, unless it runs again soon or backward may keep it."""
-        backward = in_autograd()
-        kept = bool(unit.backward.calls) if backward else differentiable and not self._policy.reshard_after_forward
+        if in_autograd():
+            kept, order = bool(unit.backward.calls), self._orders.backward
+        else:
+            kept, order = differentiable and self._keeps(unit), self._orders.forward
         if not kept:
-            self._free(unit, self._orders.backward if backward else self._orders.forward)
+            self._free(unit, order)
 
     def end_forward(self, *, differentiable: bool) -> None:
         """The root has run. Without a backward to come, nothing stays."""
@@ -105,6 +108,12 @@ class Schedule:
             self._compare_across_ranks(self._orders.forward)
         if not differentiable:
             self._reshard_all()
+
+    def _keeps(self, unit: Unit) -> bool:
+        """Tell whether the layer, which has just run, stays unsharded for backward."""
+        order = self._orders.forward
+        last = not order.learning and not order.upcoming(1)
+        return not self._policy.reshard_after_forward or (self._policy.keep_last and last)
 
     # Backward.
 

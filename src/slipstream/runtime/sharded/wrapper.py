@@ -48,6 +48,7 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         depth: int = 1,
         groups: Groups | None = None,
         reshard_after_forward: bool = True,
+        keep_last: bool = False,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
         mean: bool = True,
@@ -63,7 +64,10 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         depth: how many layers ahead to gather, in forward and in backward; depth + 1 layers are unsharded at a time.
         groups: over whom to shard and replicate; default all ranks, with a communicator of its own for the scatters.
         reshard_after_forward: False keeps layers unsharded until their backward (ZeRO-2): one gather a layer, not two.
+        keep_last: keep the last layer of forward for backward, which begins with it: its second gather has nothing to
+            hide behind. It is live while the loss is computed, which is often the peak of activation memory.
         param_dtype, reduce_dtype: what is gathered and computed in, and what gradients are accumulated and reduced in.
+            None: the parameters' own; with param_dtype alone, gradients are reduced in it too.
         mean: whether the gradients, summed over all ranks, are divided by their number.
         scatters_in_flight: how many reduce-scatters may be under way; each holds a layer's unsharded gradients.
         on_order_change: what to do when layers run in another order than in the first pass.
@@ -96,7 +100,7 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
             divisor=_ranks(self._groups) if mean else 1,
             observe=self._observe,
         )
-        policy = Policy(depth, reshard_after_forward, on_order_change)
+        policy = Policy(depth, reshard_after_forward, keep_last, on_order_change)
         self._schedule = Schedule(units[-1], units[:-1], reductions, Lane(device), self._groups.gather, device, policy)
         self._hook_all()
 
@@ -204,11 +208,11 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
                     if flat.trainable:
                         leaf.register_post_accumulate_grad_hook(partial(self._on_gradient, unit, which, index))
             if unit.root:
-                unit.module.register_forward_pre_hook(self._before_root, with_kwargs=True)
+                unit.module.register_forward_pre_hook(self._before_root, with_kwargs=True, prepend=True)
                 unit.module.register_forward_hook(self._after_root)
             elif unit.flats:
                 hooks = LayerHooks(self._schedule, unit)
-                unit.module.register_forward_pre_hook(hooks.before, with_kwargs=True)
+                unit.module.register_forward_pre_hook(hooks.before, with_kwargs=True, prepend=True)
                 unit.module.register_forward_hook(hooks.after)
 
     def _on_gradient(self, unit: Unit, which: int, index: int, leaf: torch.Tensor) -> None:
