@@ -337,8 +337,8 @@ def any_plan(seed: int) -> Fixed:
 
 
 PLANS: dict[str, Planner] = {
-    "planned": ByFinish(Link(1e-5, 1e6)),
-    "measured": ByFinish(),
+    "planned": ByFinish(Link(1e-5, 1e6), backwards=3),
+    "measured": ByFinish(backwards=2),
     "one bucket": ByCap((10**9,)),
     "capped": ByCap((100, 200)),
     "one each": ByCap((1,)),

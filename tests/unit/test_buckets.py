@@ -112,6 +112,15 @@ def test_a_slow_backward_leaves_only_the_last_gradients_alone() -> None:
     assert [len(names) for names in plan_by_finish(gradients, LINK)] == [9, 1]
 
 
+def test_contention_leaves_time_to_spare() -> None:
+    """Ten gradients have a tenth more time than they need on the link alone: too little where it is slowed down."""
+    gradients = layers([MIB] * 10, step_ns=10**7)
+    last = Gradient("late", MIB, gradients[-1].ready_ns + int(LINK.ns(10 * MIB) * 1.1))
+    exact = ByFinish(LINK, slack=0, contention=1).plan([*gradients, last], lambda: LINK)
+    spared = ByFinish(LINK, slack=0, contention=1.25).plan([*gradients, last], lambda: LINK)
+    assert len(exact) == 2 < len(spared)
+
+
 def test_an_embedding_that_comes_last_travels_alone() -> None:
     """144 MiB of embedding: PyTorch's rule puts the last layers with it, so nothing of them is reduced before."""
     gradients = layers([4 * MIB] * 12 + [144 * MIB], step_ns=60 * 10**6)
@@ -196,6 +205,6 @@ def test_planners_measure_the_link_only_when_they_need_it() -> None:
         raise AssertionError
 
     assert ByCap().plan(gradients, unwanted) == plan_by_cap(gradients, TORCH_CAPS)
-    assert ByFinish(LINK, slack=0).plan(gradients, unwanted) == plan_by_finish(gradients, LINK)
-    assert ByFinish(slack=0).plan(gradients, lambda: LINK) == plan_by_finish(gradients, LINK)
+    assert ByFinish(LINK, slack=0, contention=1).plan(gradients, unwanted) == plan_by_finish(gradients, LINK)
+    assert ByFinish(slack=0, contention=1).plan(gradients, lambda: LINK) == plan_by_finish(gradients, LINK)
     assert Fixed((("p0",), ("p1",))).plan(gradients, unwanted) == (("p0",), ("p1",))

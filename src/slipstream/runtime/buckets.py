@@ -143,9 +143,9 @@ def ddp_caps_mb(plan: BucketPlan, sizes: Mapping[str, int]) -> list[float]:
 
 
 class Planner(Protocol):
-    """Decides the plan when gradients have been measured. `backwards` is how many passes it wants to measure.
+    """Decides the plan when gradients have been measured, in the first of so many `backwards` and again after the last.
 
-    The first pass is cold, which changes times more than order.
+    The first pass is cold, which changes times more than order; the later ones count by their median.
     """
 
     @property
@@ -170,15 +170,22 @@ class ByCap:
 
 @dataclass(frozen=True, slots=True)
 class ByFinish:
-    """`plan_by_finish` with measured ready times, and a measured link unless one is given."""
+    """`plan_by_finish` with measured ready times, and a measured link unless one is given.
+
+    A link is measured alone, and slower beside compute: plans are made for one that is `contention` times slower. They
+    would otherwise send at the last moment at which the tail does not suffer, and miss it.
+    """
 
     link: Link | None = None
     slack: float = 0.05
-    backwards: int = 2
+    contention: float = 1.25
+    backwards: int = 5
 
     def plan(self, gradients: Sequence[Gradient], measure_link: Callable[[], Link]) -> BucketPlan:
         """See `Planner`."""
-        return plan_by_finish(gradients, self.link or measure_link(), self.slack)
+        link = self.link or measure_link()
+        slower = Link(link.alpha_s * self.contention, link.bytes_per_s / self.contention)
+        return plan_by_finish(gradients, slower, self.slack)
 
 
 @dataclass(frozen=True, slots=True)

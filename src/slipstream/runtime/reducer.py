@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -162,7 +163,7 @@ class Reducer:
         self._bucket_of: dict[str, Bucket] = {}
         self._expected: dict[str, int] = {}
         self._clock = Clock(self.device)
-        self._measured = 0  # backwards
+        self._times: list[dict[str, int]] = []  # when gradients were ready, in each measured backward
         self._newer_times: dict[str, int] | None = None
         self._link: Link | None = None
         self._backward: _Backward | None = None
@@ -222,7 +223,7 @@ class Reducer:
         """Plan anew from the next backwards, as from the first ones."""
         if self.sharded:
             raise UsageError("the optimizer is sharded along the plan, which has to stand", do="plan before")
-        self._measured, self._link = 0, None
+        self._times, self._link = [], None
 
     def _open(self) -> None:
         """Make the buckets ready to be filled."""
@@ -336,20 +337,20 @@ class Reducer:
     @property
     def _measuring(self) -> bool:
         # Shares of an optimizer are cut along the first plan, so there it has to stand.
-        return self._measured < (1 if self.sharded else max(1, self.planner.backwards))
+        return len(self._times) < (1 if self.sharded else max(1, self.planner.backwards))
 
     def _learn(self, backward: _Backward) -> None:
         if not self._measuring:
             return
         end = self._clock.mark()
         marks = [backward.marks.get(name, end) for name in self.parameters]
-        times = dict(zip(self.parameters, self._clock.since_ns(backward.start, marks), strict=True))
-        self._measured += 1
-        if self.buckets:
-            self._newer_times = times  # used by the next backward: buffers of this one are on their way
-        else:
+        self._times.append(dict(zip(self.parameters, self._clock.since_ns(backward.start, marks), strict=True)))
+        if not self.buckets:
             self._expected = {name: max(1, backward.arrivals[name]) for name in self.parameters}
-            self._make_plan(times)
+            self._make_plan(self._times[0])
+        elif not self._measuring:  # used by the next backward, for the buffers of this one are on their way
+            warm = self._times[1:] or self._times
+            self._newer_times = {name: round(statistics.median(t[name] for t in warm)) for name in self.parameters}
 
     def _make_plan(self, ready_ns: Mapping[str, int]) -> None:
         """Agree on a plan (a collective call). Every rank plans, for planning may measure; rank 0's plan counts."""
