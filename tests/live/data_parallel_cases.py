@@ -29,6 +29,8 @@ from slipstream.runtime.zero1 import Zero1
 
 WIDTH, BATCH, STEPS = 6, 3, 4
 
+PLANNED = ByFinish(Link(1e-5, 1e6), backwards=3)
+
 PLACE: dict[str, Any] = {"device": torch.device("cpu"), "group": None}
 """Where cases run; a rank with a GPU changes it."""
 
@@ -158,7 +160,7 @@ class Case:
     """A model and how it is trained."""
 
     model: Callable[[], Any] = build
-    plan: Planner = field(default_factory=lambda: ByFinish(Link(1e-5, 1e6)))
+    plan: Planner = PLANNED
     tail: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     micro_batches: int = 1
@@ -337,7 +339,7 @@ def any_plan(seed: int) -> Fixed:
 
 
 PLANS: dict[str, Planner] = {
-    "planned": ByFinish(Link(1e-5, 1e6), backwards=3),
+    "planned": PLANNED,
     "measured": ByFinish(backwards=2),
     "one bucket": ByCap((10**9,)),
     "capped": ByCap((100, 200)),
@@ -390,4 +392,4 @@ CASES = {
 }
 
 # Every pair of plan and tail, of wire and tail, of model and tail: enough where all combinations take long.
-FEWER = [name for name, case in CASES.items() if not case.options or case.plan == PLANS["planned"]]
+FEWER = [name for name, case in CASES.items() if not case.options or case.plan == PLANNED]
