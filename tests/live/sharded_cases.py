@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.runtime.sharded import FullySharded, Groups
 
 EXACT = 2.0**53
+PLACE = {"device": torch.device("cpu")}
 WIDTH = 5  # prime, and smaller than the padding: with four ranks some hold nothing but padding
 
 
@@ -215,7 +216,7 @@ def frozen_parts() -> Net:
 
 
 def integers(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Cast to float64 (what is not float32 on purpose) and fill with -1, 0, 1."""
+    """Cast to float64 (what is not float32 on purpose), fill with -1, 0, 1, and move to the device under test."""
     generator = torch.Generator().manual_seed(seed)
     keep = {name for name, module in model.named_modules() if isinstance(module, TwoDtypes)}
     for name, parameter in model.named_parameters():
@@ -225,18 +226,18 @@ def integers(model: nn.Module, seed: int = 0) -> nn.Module:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.double())
-    return model
+    return model.to(PLACE["device"])
 
 
 def batch(step: int, rows: int = 12) -> torch.Tensor:
     """Integers in -1..1, (rows, 3)."""
     generator = torch.Generator().manual_seed(100 + step)
-    return torch.randint(-1, 2, (rows, 3), generator=generator).double()
+    return torch.randint(-1, 2, (rows, 3), generator=generator).double().to(PLACE["device"])
 
 
 def loss_of(output: torch.Tensor) -> torch.Tensor:
     """A sum in which each column has another weight, so that no two gradients are alike."""
-    return (output * torch.arange(1, output.shape[1] + 1, dtype=output.dtype)).sum()
+    return (output * torch.arange(1, output.shape[1] + 1, dtype=output.dtype, device=output.device)).sum()
 
 
 class Sign(torch.optim.Optimizer):
@@ -280,7 +281,7 @@ def check(case: Case, groups: Groups) -> list[tuple[str, str]]:
             expected.backward()
             last = micro == case.micro_batches - 1
             found = run(sharded, x[rank::ranks], hold=case.hold and not last)
-            assert torch.equal(found, expected.detach()), (case.name, step, found, expected)
+            assert torch.equal(found, expected.detach().cpu()), (case.name, step, found, expected)
         same_gradients(case.name, reference, sharded)
         for optimizer in optimizers:
             optimizer.step()
@@ -298,8 +299,8 @@ def run(sharded: FullySharded, x: torch.Tensor, *, hold: bool = False) -> torch.
             return run(sharded, x)
     loss = loss_of(sharded(x))
     loss.backward()
-    total = loss.detach().clone()
-    dist.all_reduce(total)
+    total = loss.detach().cpu().clone()
+    dist.all_reduce(total)  # on the default group, which is gloo's in every test
     return total
 
 
