@@ -29,7 +29,7 @@ from slipstream.runtime.zero1 import Zero1
 
 WIDTH, BATCH, STEPS = 6, 3, 4
 
-PLANNED = ByFinish(Link(1e-5, 1e6), backwards=3)
+PLANNED = ByFinish(Link(1e-5, 1e6), backwards=2)
 
 PLACE: dict[str, Any] = {"device": torch.device("cpu"), "group": None}
 """Where cases run; a rank with a GPU changes it."""
