@@ -1,4 +1,5 @@
 import pytest
+
 from doc_examples import DOCUMENTS, Example, examples, run
 
 EXAMPLES = [example for document in DOCUMENTS for example in examples(document)]
