@@ -8,15 +8,70 @@ does a thread that is blocked: a wait, whatever operator it stands in, is not co
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
+from slipstream.core.errors import TraceError
 from slipstream.core.intervals import Int64Array
 from slipstream.core.nesting import Segments, innermost
-from slipstream.core.timeline import UNKNOWN, Kind
+from slipstream.core.timeline import UNKNOWN, Annotations, Kind, Lane, Timeline, build
+from slipstream.trace import link
 from slipstream.trace.classify import COLLECTIVE_HOST_OPS, HOST_COMM, HOST_CONTAINERS, HOST_WAIT, Classifier
 from slipstream.trace.columns import Table
+from slipstream.trace.phases import settle
+from slipstream.trace.steps import Steps, by_marks, by_optimizer
+from slipstream.trace.tracefile import TraceFile
 
 _COLUMNS = ("start", "end", "thread", "name", "shape", "part", "kind", "said")
+
+
+def timeline(file: TraceFile) -> Timeline:
+    """The one Timeline of a file without device work. Raises `TraceError` if there is nothing to tell from it."""
+    busy = spans(file.operators, file.notes, file.names, file.classifier)
+    if not len(busy) or (not (busy["kind"] == Kind.COMM).any() and _launched_elsewhere(file)):
+        raise TraceError(_why_empty(file), where=file.name, do=_what_to_record(file))
+    start, thread = busy["start"], busy["thread"]
+    steps = _steps(file, busy)
+    phase, phases_from = settle(file.marked_phases(link.Launches(start, thread)), steps.index, start)
+    unknown = np.full(len(busy), UNKNOWN, np.int64)
+    collective, collectives = file.collectives(busy["kind"], busy["said"], busy["name"], unknown)
+    parts = [f" part {number}" for number in range(int(busy["part"].max()) + 1)]
+    shape, shapes = file.shapes(busy["shape"], busy["part"], parts)
+    threads, lane = np.unique(np.concatenate((thread, file.notes["thread"])), return_inverse=True)
+    note_lane, note_name = lane[len(busy) :].astype(np.int32), file.notes["name"].astype(np.int32)
+    return build(
+        rank=0,
+        device="cpu",
+        lanes=tuple(Lane(file.thread_label(index), is_host=True) for index in threads.tolist()),
+        names=file.names,
+        collectives=collectives,
+        shapes=shapes,
+        steps=steps.steps,
+        steps_from=steps.source,
+        phases_from=phases_from,
+        annotations=Annotations(file.notes["start"], file.notes["end"], note_lane, note_name),
+        columns={
+            "start_ns": start,
+            "end_ns": busy["end"],
+            "lane": lane[: len(busy)],
+            "kind": busy["kind"],
+            "name": busy["name"],
+            "collective": collective,
+            "shape": shape,
+            "step": steps.index,
+            "phase": phase,
+            "launch_ns": start,
+        },
+    )
+
+
+def _steps(file: TraceFile, busy: Table) -> Steps:
+    marks = file.step_marks(file.notes)
+    found = by_marks(marks, busy["start"], busy["thread"], "step annotations, by start") if marks else None
+    if found is None:
+        found = by_optimizer(file.optimizer_marks(), busy["start"], busy["thread"], int(busy["start"].min()))
+    return found or Steps.none(len(busy))
 
 
 def spans(operators: Table, notes: Table, names: tuple[str, ...], classifier: Classifier) -> Table:
@@ -110,3 +165,35 @@ def _is_blocking(name: str) -> bool:
 def _is_container(name: str, classifier: Classifier) -> bool:
     user = classifier.user_kind(name)
     return bool(HOST_CONTAINERS.search(name)) if user is None else user is not Kind.COMPUTE
+
+
+def _launched_elsewhere(file: TraceFile) -> bool:
+    """Whether the host launched device work, or collectives of a device, that the file does not hold."""
+    device_launch = any(
+        word in file.names[name]
+        for name in np.unique(file.calls["name"]).tolist()
+        for word in ("Launch", "Memcpy", "Memset")
+    )
+    told = {file.names[name] for name in np.unique(file.notes["name"]).tolist()}
+    return device_launch or any(name.startswith(("nccl:", "rccl:", "hccl:")) for name in told)
+
+
+def _why_empty(file: TraceFile) -> str:
+    counts = file.rows.categories
+    collectives = Counter(file.names[name] for name in file.notes["name"].tolist())
+    launched = ", ".join(f"{name} x {n}" for name, n in collectives.most_common(20) if name.startswith("nccl:"))
+    seen = ", ".join(f"{n:,} {category}" for category, n in counts.most_common(5)) or "no events with a duration"
+    if ranges := counts["cuda_profiler_range"]:
+        return (
+            f"holds no kernels: the CUPTI range profiler was on, which puts {ranges} cuda_profiler_range events "
+            f"without streams in their place (it holds {seen})"
+        )
+    if launched:
+        return f"launches collectives ({launched}) but holds no device work (it holds {seen})"
+    return f"holds no device work and no host communication (it holds {seen})"
+
+
+def _what_to_record(file: TraceFile) -> str:
+    if file.rows.categories["cuda_profiler_range"]:
+        return "record again without the range profiler (no _ExperimentalConfig profiler_metrics)"
+    return "record again with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]"
