@@ -18,8 +18,8 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # `cp` rather than a second path through the demo: from here on it does not matter who recorded the traces.
-demo: .venv/installed ## record a small DDP job on 2 processes, analyze it, and say where the report lies
-	@rm -rf out/demo out/demo.slip && mkdir -p out
+demo: .venv/installed ## record small jobs on 2 processes, analyze them, and say where the report lies
+	@rm -rf out/demo out/demo.slip out/mechanisms && mkdir -p out
 	@if $(BIN)/python -c 'import torch' 2>/dev/null; then \
 	    $(BIN)/python examples/record_ddp.py out/demo; \
 	else \
@@ -27,6 +27,13 @@ demo: .venv/installed ## record a small DDP job on 2 processes, analyze it, and 
 	    cp -R tests/data/gloo_ddp out/demo; \
 	fi
 	$(BIN)/slipstream analyze out/demo --output out/demo.slip
+	@if $(BIN)/python -c 'import torch' 2>/dev/null; then \
+	    echo; echo "Slipstream's own mechanisms, on 2 processes:"; \
+	    $(BIN)/python examples/record_mechanisms.py out/mechanisms && \
+	    for mechanism in ddp fsdp tp; do \
+	        echo; echo "$$mechanism"; $(BIN)/slipstream analyze out/mechanisms/$$mechanism --brief | head -4; \
+	    done; \
+	fi
 	@echo
 	@echo "The report lies in out/demo.slip: read it again with  $(BIN)/slipstream analyze out/demo.slip"
 	@echo "The traces lie in out/demo, one a rank."
