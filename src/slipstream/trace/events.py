@@ -305,21 +305,19 @@ class _Cutter:
             pieces = [self._as_piece(head), *pieces]
         if not self._category_at:
             return pieces
-        # The common case first, without a call: a whole event of a category that is always needed.
-        phase, category, needed, not_all = self._phase_at, self._category_at, self._needed, _NOT_ALL_NEEDED
+        # The common case first, and calls last: this is run for every event of the file.
+        phase, category, key = self._phase_at, self._category_at, self._first_key
+        needed, not_all, flows = self._needed, _NOT_ALL_NEEDED, _FLOWS
         return [
             piece
             for piece in pieces
-            if (piece[phase : phase + 1] == b"X" and piece[category : category + 3] not in not_all) or needed(piece)
+            if ((ph := piece[phase : phase + 1]) == b"X" and piece[category : category + 3] not in not_all)
+            or key in piece  # several events that the separator did not part
+            or (ph not in flows and needed(piece))
         ]
 
     def _needed(self, piece: bytes) -> bool:
-        """Whether an event may be needed: not a flow arrow, a Python frame that does not wait, or an idle call."""
-        if self._first_key in piece:
-            return True  # several events that the separator did not part
-        phase = piece[self._phase_at : self._phase_at + 1]
-        if phase != b"X":
-            return phase not in _FLOWS
+        """Whether a Python frame or runtime call may be needed: a frame that waits, a call that is not idle."""
         if piece.startswith(b"pyt", self._category_at):
             return any(call.encode() in piece for call in BLOCKING_PYTHON)
         return not _IDLE_CALL.match(piece, self._category_at)
