@@ -16,6 +16,7 @@ from sharded_cases import (
     Block,
     Checkpointed,
     Net,
+    Reused,
     batch,
     full_gradients,
     integers,
@@ -225,6 +226,43 @@ def recomputed(model: Any) -> list[Event]:
     log, sharded = logged(model, 3, {})
     assert sharded.memory.peak_layers == 2
     return log
+
+
+def alone() -> tuple[list[Event], list[Event]]:
+    logs = []
+    for options in ({}, {"reshard_after_forward": False}):
+        log, sharded = logged(partial(Net, Marked, LAYERS), 2, options)
+        log.clear()
+        run(sharded, batch(0))
+        before = (sharded.full_state_dict(), full_gradients(sharded))
+        step = [event for event in log if event[0] in ("gather", "scatter")]
+        log.clear()
+        sharded.communicate()
+        logs.append((sorted(step), sorted(event for event in log if event[0] in ("gather", "scatter"))))
+        assert sharded.memory.unsharded_bytes == sharded.memory.gradient_bytes == 0
+        for one, other in zip(before, (sharded.full_state_dict(), full_gradients(sharded)), strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+        run(sharded, batch(0))  # and training goes on
+    return logs[0], logs[1]
+
+
+def test_communication_alone_is_that_of_a_step() -> None:
+    for step, communication in run_ranks(2, alone)[0]:
+        assert step == communication
+
+
+def reused() -> list[tuple[list[str], int]]:
+    found = []
+    for depth in (0, 1, 2):
+        log, sharded = logged(partial(Reused, Marked), 3, {"depth": depth})
+        gathers = [name.removeprefix("blocks.") for event, name in log if event == "gather" and name != "root"]
+        found.append((gathers, sharded.memory.peak_layers))
+    return found
+
+
+def test_a_layer_that_runs_again_soon_is_kept() -> None:
+    """The order is 0 1 0 2 2 and back: with depth 1 the layer 2 stays for its second run, with depth 2 the layer 0."""
+    assert run_ranks(2, reused)[0] == [(list("0102222010"), 1), (list("01022010"), 2), (list("012201"), 3)]
 
 
 # The order of layers.

@@ -71,7 +71,8 @@ def all_cases() -> None:
     for depth in (0, 1, 2):
         for name in ("plain", "reused", "tied", "checkpointed in pairs"):
             check(Case(f"{name}, last kept", MODELS[name], {"depth": depth, "keep_last": True}), groups)
-    check(Case("one scatter at a time", Net, {"scatters_in_flight": 1}), groups)
+    for limit in (0, 1):
+        check(Case(f"{limit} scatters at a time", Net, {"scatters_in_flight": limit, "depth": 0}), groups)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

@@ -145,6 +145,28 @@ def test_lstm_with_adamw() -> None:
     run_ranks(2, lstm)
 
 
+def compiled() -> None:
+    for compile_layer in (compile_forward, torch.compile):
+        reference, net = integers(Net()), integers(Net())
+        net.blocks = nn.ModuleList(compile_layer(block, backend="aot_eager") for block in net.blocks)
+        sharded = FullySharded(net, net.blocks, mean=False, poison=True)
+        for step in range(2):
+            loss_of(reference(batch(step))).backward()
+            run(sharded, batch(step)[dist.get_rank() :: dist.get_world_size()])
+        found = {name.replace("_orig_mod.", ""): value for name, value in full_gradients(sharded).items()}
+        for name, parameter in reference.named_parameters():
+            assert torch.equal(found[name], parameter.grad)
+
+
+def compile_forward(block: nn.Module, backend: str) -> nn.Module:
+    block.forward = torch.compile(block.forward, backend=backend)
+    return block
+
+
+def test_layers_may_be_compiled() -> None:
+    run_ranks(2, compiled)
+
+
 # Forward and backward that are not one after the other.
 
 
@@ -298,8 +320,8 @@ def refuse() -> None:
         FullySharded(net, [net.blocks, net.blocks[0]], groups=group)
     with pytest.raises(UsageError, match="depth is -1"):
         FullySharded(net, net.blocks, depth=-1, groups=group)
-    with pytest.raises(UsageError, match="scatters_in_flight is 0"):
-        FullySharded(net, net.blocks, scatters_in_flight=0, groups=group)
+    with pytest.raises(UsageError, match="scatters_in_flight is -1"):
+        FullySharded(net, net.blocks, scatters_in_flight=-1, groups=group)
     with pytest.raises(UsageError, match="2 ranks cannot be cut into shards over 3"):
         Groups.new(3)
     with pytest.raises(UsageError, match="the model has no parameters"):

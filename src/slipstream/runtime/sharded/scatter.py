@@ -51,7 +51,7 @@ class Reductions:
 
     def launch(self, name: str, flat: Flat) -> None:
         """Start to reduce the gradients collected in `flat`; waits for the oldest when `limit` are under way."""
-        while len(self._queue) >= self._limit:
+        while len(self._queue) >= max(self._limit, 1):
             self._retire()
         gradient = flat.take_gradient()
         self._observe("scatter", name)
@@ -64,6 +64,8 @@ class Reductions:
         self._ledger.gradients.add(pending.work.held_bytes)
         self._queue.append(Reduction(name, flat, gradient, shard, pending))
         self.pump()
+        if not self._limit:
+            self.drain()
 
     def pump(self) -> None:
         """Start the all-reduces of those whose scatter has ended, in order."""

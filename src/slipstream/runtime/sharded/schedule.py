@@ -112,7 +112,7 @@ class Schedule:
     def _keeps(self, unit: Unit) -> bool:
         """Tell whether the layer, which has just run, stays unsharded for backward."""
         order = self._orders.forward
-        last = not order.learning and not order.upcoming(1)
+        last = order.learned is not None and order.learned[-1:] == (unit.name,) and not order.upcoming(1)
         return not self._policy.reshard_after_forward or (self._policy.keep_last and last)
 
     # Backward.
@@ -181,6 +181,23 @@ class Schedule:
         self._reductions.drain()
 
     # Both.
+
+    def communicate(self) -> None:
+        """Run the collectives of one step, each waited for at once, and drop what the scatters bring."""
+        self._abandon()
+        order = self._orders.forward.learned or tuple(self._layers)
+        forward = [self._root, *(self._layers[name] for name in order)]
+        for unit in forward:
+            unit.ready(self._gathers)
+            if not unit.root and not self._keeps(unit):
+                unit.reshard(self._gathers)
+        for unit in reversed(forward):
+            unit.ready(self._gathers)
+            for flat in unit.flats:
+                if flat.trainable:
+                    self._reductions.launch(unit.name, flat)
+                    self._reductions.abandon()
+            unit.reshard(self._gathers)
 
     @property
     def _units(self) -> list[Unit]:

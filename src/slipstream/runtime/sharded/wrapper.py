@@ -69,7 +69,8 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         param_dtype, reduce_dtype: what is gathered and computed in, and what gradients are accumulated and reduced in.
             None: the parameters' own; with param_dtype alone, gradients are reduced in it too.
         mean: whether the gradients, summed over all ranks, are divided by their number.
-        scatters_in_flight: how many reduce-scatters may be under way; each holds a layer's unsharded gradients.
+        scatters_in_flight: how many reduce-scatters may be under way; each holds a layer's unsharded gradients. 0 waits
+            for each at once: with depth 0, nothing overlaps.
         on_order_change: what to do when layers run in another order than in the first pass.
         poison: fill buffers with NaN before they are written and after they are freed (and keep them), to find misuse.
         observe: called with (event, layer) for gather, gathered, free, scatter, scattered, replicate.
@@ -143,6 +144,13 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         total = norm_over_ranks(cut, alike, norm_type, self._groups.scatter, cut_over, _device(self._units))
         nn.utils.clip_grads_with_norm_(list(pieces.values()), max_norm, total)
         return total
+
+    def communicate(self) -> None:
+        """Run the collectives of one step with no compute between, to measure them alone; parameters stay as they are.
+
+        Gradients that no_sync() holds are lost. All ranks must call this.
+        """
+        self._schedule.communicate()
 
     @property
     def memory(self) -> MemoryUse:
@@ -287,8 +295,8 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _check(depth: int, scatters_in_flight: int) -> None:
     if depth < 0:
         raise UsageError(f"depth is {depth}", do="choose 0 (no prefetch) or more")
-    if scatters_in_flight < 1:
-        raise UsageError(f"scatters_in_flight is {scatters_in_flight}", do="choose 1 or more")
+    if scatters_in_flight < 0:
+        raise UsageError(f"scatters_in_flight is {scatters_in_flight}", do="choose 0 (no overlap) or more")
 
 
 def _copy_from_first_rank(model: nn.Module, groups: Groups) -> None:
