@@ -22,6 +22,7 @@ _BAR = 60
 _MOST_ROWS = 24
 _PIPE_WIDTH = 140
 _WIDEST = 400
+_VISIBLE = 0.0005
 _PARTS = (
     ("compute", "█", "green"),
     ("hidden", "▓", "cyan"),
@@ -91,7 +92,7 @@ def _bar(account: Account) -> Text:
     parts = (alone, account.hidden_ns, account.exposed_ns, max(rest, 0), account.idle_ns)
     bar, legend = Text("  "), Text("  ")
     for (label, glyph, style), ns in zip(_PARTS, parts, strict=True):
-        if ns > 0:
+        if ns > _VISIBLE * account.span_ns:
             bar.append(glyph * max(round(_BAR * ns / max(account.span_ns, 1)), 1), style=style)
             legend.append(f"{glyph} {label} {format_share(ns, account.span_ns)}   ", style=style)
     return Text("\n").join((bar, legend))
