@@ -83,6 +83,21 @@ class Keywords(Block):
         return {"x": y, "extra": {"sum": extra["sum"] + y.detach().sign(), "side": (y, 1)}}
 
 
+@dataclass
+class Box:
+    """What torch's pytree does not look into."""
+
+    x: torch.Tensor
+    steps: int
+
+
+class Boxed(Adapter):
+    """Trained weights behind a frozen one, whose input nobody can see and which backward needs last."""
+
+    def forward(self, box: Box) -> Box:
+        return Box(super().forward(box.x), box.steps + 1)
+
+
 class Net(nn.Module):
     """Root parameters, layers between them."""
 
@@ -160,6 +175,19 @@ class Rich(Net):
         for block in self.blocks:
             found = block(found["x"], extra=found["extra"])
         return found["x"] + found["extra"]["sum"]
+
+
+class Boxes(Net):
+    """Layers that pass dataclasses on."""
+
+    def __init__(self) -> None:
+        super().__init__(Boxed)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        box = Box(x, 0)
+        for block in self.blocks:
+            box = block(box)
+        return box.x
 
 
 class Tied(Net):

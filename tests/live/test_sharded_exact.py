@@ -11,6 +11,7 @@ from ranks import run_ranks
 from sharded_cases import (
     Adapter,
     Bare,
+    Boxes,
     Branches,
     Case,
     Checkpointed,
@@ -47,6 +48,7 @@ MODELS = {
     "bare adapters": partial(Bare, Adapter),
     "two dtypes": partial(Net, TwoDtypes),
     "dictionaries": Rich,
+    "dataclasses": Boxes,
     "frozen": frozen_parts,
     "checkpointed": Checkpointed,
     "checkpointed in pairs": partial(Checkpointed, span=2),

@@ -311,6 +311,17 @@ def test_zero_grad_drops_what_no_sync_holds() -> None:
 # What cannot be sharded.
 
 
+class Hidden:
+    """Nobody can look into it."""
+
+
+class Opaque(Block):
+    """Returns an object."""
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden()
+
+
 def refuse() -> None:
     net = Net()
     group = Groups.over(None)
@@ -329,6 +340,9 @@ def refuse() -> None:
     net.blocks[0].up.weight = net.blocks[2].up.weight
     with pytest.raises(UsageError, match=r"blocks.0.up.weight = blocks.2.up.weight is tied across blocks.0, blocks.2"):
         FullySharded(net, net.blocks, groups=group)
+    net = Net(Opaque)
+    with pytest.raises(UsageError, match=r"the layer blocks.0 returned Hidden, in which tensors cannot be found"):
+        FullySharded(net, net.blocks, groups=group)(torch.ones(1, 3))
     sharded = FullySharded(Net(), [], groups=group)
     with pytest.raises(UsageError, match="cannot be moved or cast"):
         sharded.double()

@@ -62,6 +62,7 @@ class Schedule:
         self._modes: dict[tuple[bool, bool], Orders] = {}
         self._orders = self._orders_of(self._mode())
         self._in_forward = self._in_backward = False
+        self._lingering: list[Unit] = []
 
     # Forward.
 
@@ -130,6 +131,7 @@ class Schedule:
     def before_backward(self, call: Call) -> None:
         """A gradient has reached an output of the call: its parameters are needed again."""
         self.begin_backward()
+        self._free_lingering()
         state = call.unit.backward
         if call in state.calls:  # through another output
             return
@@ -154,10 +156,23 @@ class Schedule:
     def _settle(self, unit: Unit) -> None:
         """Reduce and free the layer as soon as its backward is over."""
         if unit.backward.complete:
+            self._lingering += [call.unit for call in unit.backward.calls]  # of which no input tells when it is over
             unit.backward.calls.clear()
             self._reduce(unit)
+            if unit in self._lingering:
+                return
         if not unit.root and not unit.backward.calls:
             self._free(unit, self._orders.backward)
+
+    def _free_lingering(self) -> None:
+        """Free the layers behind the one that is about to start.
+
+        Autograd takes the gradients of parameters first. What has no trained parameter may come later: the gradient of
+        an input that we cannot see, through a frozen weight. All of it comes before the next layer.
+        """
+        for unit in self._lingering:
+            self._free(unit, self._orders.backward)
+        self._lingering.clear()
 
     def _reduce(self, unit: Unit) -> None:
         if self.synchronize:
@@ -169,6 +184,7 @@ class Schedule:
         with torch.no_grad():
             self._finish_gradients()
         self._in_backward = False
+        self._lingering.clear()
         for unit in self._units:
             unit.backward.finish()
         if self._orders.backward.finish():
@@ -238,6 +254,7 @@ class Schedule:
                 unit.backward.finish()
         self._reshard_all()
         self._in_backward = False
+        self._lingering.clear()
 
     def _compare_across_ranks(self, order: Order) -> None:
         mine = torch.tensor([order.fingerprint()], dtype=torch.int64, device=self._device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from slipstream.core.errors import UsageError
 from slipstream.runtime.collectives import Group
 from slipstream.runtime.sharded import state
 from slipstream.runtime.sharded.cut import ROOT, alike, named_layers, slots_by_unit
-from slipstream.runtime.sharded.flat import Flat, Numbers, Slot
+from slipstream.runtime.sharded.flat import Flat, Numbers
 from slipstream.runtime.sharded.groups import Groups
 from slipstream.runtime.sharded.lanes import Lane
 from slipstream.runtime.sharded.memory import Ledger, MemoryUse
@@ -24,6 +23,7 @@ from slipstream.runtime.sharded.norms import norm_over_ranks
 from slipstream.runtime.sharded.order import OnChange
 from slipstream.runtime.sharded.scatter import Reductions
 from slipstream.runtime.sharded.schedule import Policy, Schedule
+from slipstream.runtime.sharded.tensors import differentiable, replaced
 from slipstream.runtime.sharded.unit import Call, Observer, Unit
 
 
@@ -38,6 +38,11 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
 
     `parameters()` are this rank's pieces of the parameters: one-dimensional, some of them empty. Every optimizer that
     works element by element can be used as it is; one that looks at whole matrices or whole norms cannot.
+
+    All ranks must run the same layers in the same order and leave gradients at the same parameters: collectives are
+    matched by order. A parameter that gets no gradient, in a layer where another gets one, has a gradient of zeros.
+    Freeze parameters before wrapping. Not supported: gradients of gradients, sparse gradients, a layer's parameters
+    used outside of the layer's forward.
     """
 
     def __init__(
@@ -83,26 +88,9 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         self._groups = groups or Groups.over(None)
         self._ledger, self._param_dtype = Ledger(), param_dtype
         self._observe = observe or _ignore
-        found = named_layers(model, layers)
-        _copy_from_first_rank(model, self._groups)
-        numbers = Numbers(param_dtype, reduce_dtype)
-        modules = {**found, ROOT: model}
-        units = [
-            self._unit(name, modules[name], slots, numbers, poison)
-            for name, slots in slots_by_unit(model, found).items()
-        ]
-        self._units: Sequence[Unit] = units
-        device = _device(units)
-        reductions = Reductions(
-            self._groups,
-            device,
-            self._ledger,
-            limit=scatters_in_flight,
-            divisor=_ranks(self._groups) if mean else 1,
-            observe=self._observe,
-        )
+        self._units = self._cut(named_layers(model, layers), Numbers(param_dtype, reduce_dtype), poison)
         policy = Policy(depth, reshard_after_forward, keep_last, on_order_change)
-        self._schedule = Schedule(units[-1], units[:-1], reductions, Lane(device), self._groups.gather, device, policy)
+        self._schedule = self._scheduled(policy, scatters_in_flight, mean)
         self._hook_all()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,9 +193,25 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
 
     # Construction and hooks.
 
-    def _unit(self, name: str, module: nn.Module, slots: Sequence[Slot], numbers: Numbers, poison: bool) -> Unit:
-        flats = [Flat(group, self._groups.gather, numbers, self._ledger, poison) for group in alike(slots)]
-        return Unit(name, module, flats, self._ledger, self._observe, root=name == ROOT)
+    def _cut(self, layers: Mapping[str, nn.Module], numbers: Numbers, poison: bool) -> list[Unit]:
+        """Shard layer by layer; the root comes last."""
+        parts = slots_by_unit(self.module, layers)
+        _copy_from_first_rank(self.module, self._groups)
+        modules = {**layers, ROOT: self.module}
+        units = []
+        for name, slots in parts.items():
+            flats = [Flat(group, self._groups.gather, numbers, self._ledger, poison) for group in alike(slots)]
+            units.append(Unit(name, modules[name], flats, self._ledger, self._observe, root=name == ROOT))
+        return units
+
+    def _scheduled(self, policy: Policy, scatters_in_flight: int, mean: bool) -> Schedule:
+        device, groups = _device(self._units), self._groups
+        divisor = _ranks(groups) if mean else 1
+        reductions = Reductions(
+            groups, device, self._ledger, limit=scatters_in_flight, divisor=divisor, observe=self._observe
+        )
+        root, layers = self._units[-1], self._units[:-1]
+        return Schedule(root, layers, reductions, Lane(device), groups.gather, device, policy)
 
     def _hook_all(self) -> None:
         for unit in self._units:
@@ -230,10 +234,10 @@ class FullySharded(nn.Module):  # type: ignore[misc]  # torch is not followed by
         self._schedule.begin_forward()
         if self._param_dtype is None:
             return None
-        return pytree.tree_map_only(torch.Tensor, partial(_cast, dtype=self._param_dtype), (args, kwargs))
+        return replaced((args, kwargs), partial(_cast, dtype=self._param_dtype))
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        outputs = _differentiable(output)
+        outputs = differentiable(output, "the model")
         for tensor in outputs:
             tensor.register_hook(self._on_root_gradient)
         self._schedule.end_forward(differentiable=bool(outputs))
@@ -256,7 +260,7 @@ class LayerHooks:
         if not torch.is_grad_enabled():
             return None
         marked: list[torch.Tensor] = []
-        inputs = pytree.tree_map_only(torch.Tensor, partial(_marked, into=marked), (args, kwargs))
+        inputs = replaced((args, kwargs), partial(_marked, into=marked))
         self._call.ends = bool(marked)
         if marked:
             torch.autograd.graph.register_multi_grad_hook(marked, partial(self._after_backward, self._call))
@@ -264,7 +268,7 @@ class LayerHooks:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Free, and mark the outputs: the first of their gradients starts the layer's backward."""
-        outputs = _differentiable(output)
+        outputs = differentiable(output, f"the layer {self._unit.name}")
         for tensor in outputs:
             tensor.register_hook(partial(self._before_backward, self._call))
         self._schedule.after_layer(self._unit, differentiable=bool(outputs))
@@ -282,10 +286,6 @@ def _marked(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
         return tensor
     into.append(tensor.view_as(tensor))
     return into[-1]
-
-
-def _differentiable(output: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
