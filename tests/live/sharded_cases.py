@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from slipstream.runtime.sharded import FullySharded, Groups
 
@@ -206,14 +206,17 @@ class Tied(Net):
 class Checkpointed(Net):
     """Recomputes its layers in backward, `span` at a time."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block, span: int = 1, reentrant: bool = False) -> None:
+    def __init__(
+        self, block: Callable[[], nn.Module] = Block, span: int = 1, reentrant: bool = False, early_stop: bool = True
+    ) -> None:
         super().__init__(block)
-        self.span, self.reentrant = span, reentrant
+        self.span, self.reentrant, self.early_stop = span, reentrant, early_stop
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         for start in range(0, len(self.blocks), self.span):
             layers = self.blocks[start : start + self.span]
-            x = checkpoint(partial(_run, layers), x, use_reentrant=self.reentrant)
+            with set_checkpoint_early_stop(self.early_stop):
+                x = checkpoint(partial(_run, layers), x, use_reentrant=self.reentrant)
         return x
 
 

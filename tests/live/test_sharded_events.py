@@ -61,6 +61,14 @@ class Marked(Block):
         return Marker.apply(super().forward(x), self.log, self.name, ("forward end", "backward"))
 
 
+class MarkedUnused(Marked):
+    """Has a parameter that never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+
+
 def marked(model: nn.Module, log: list[Event]) -> nn.Module:
     for name, module in model.named_modules():
         if isinstance(module, Marked):
@@ -157,6 +165,16 @@ def test_scatters_leave_at_once_and_are_waited_for_late(measured: Measured, limi
             assert backward[waited + 1] == ("scatter", later)
         else:  # at the end of backward
             assert waited > backward.index(("scatter", "root"))
+
+
+def unused() -> list[Event]:
+    return logged(partial(Net, MarkedUnused, LAYERS), 3, {})[0]
+
+
+def test_a_parameter_that_gets_no_gradient_delays_the_first_scatters_only() -> None:
+    backward = halves(run_ranks(2, unused)[0])[1]
+    for index in range(1, LAYERS):
+        assert backward.index(("scatter", layer(index))) < backward.index(("backward", layer(index - 1)))
 
 
 def test_counts_of_collectives(measured: Measured) -> None:

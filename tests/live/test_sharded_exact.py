@@ -53,6 +53,8 @@ MODELS = {
     "checkpointed": Checkpointed,
     "checkpointed in pairs": partial(Checkpointed, span=2),
     "checkpointed in threes": partial(Checkpointed, span=3),
+    "checkpointed to the end": partial(Checkpointed, early_stop=False),
+    "checkpointed in pairs to the end": partial(Checkpointed, span=2, early_stop=False),
     "checkpointed, reentrant": partial(Checkpointed, reentrant=True),
     "checkpointed in pairs, reentrant": partial(Checkpointed, span=2, reentrant=True),
 }

@@ -113,7 +113,7 @@ class Flat:
             leaf.__dict__.update(slot.held.__dict__)
             leaves.append(leaf)
         full.untyped_storage().resize_(0)
-        return full.data, leaves
+        return full, leaves
 
     # The gathered buffer.
 
